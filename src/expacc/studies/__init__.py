@@ -1,0 +1,34 @@
+"""The paper's studies, one module each, with the records and reports that they share.
+
+Nothing here imports torch: the command line reads this package before it knows what it is asked to do.
+"""
+
+import importlib.util
+
+
+class CommandError(Exception):
+    """Report a mistake of the caller that one line explains; the command line prints the line and exits with 2."""
+
+
+def require_extra(command: str, extra: str, *modules: str) -> None:
+    """Refuse to run a command before its optional dependencies are there.
+
+    Args:
+        command: what the user typed, e.g. ``"expacc study toy"``.
+        extra: the extra of the package that brings the modules.
+        modules: import names that the command needs.
+
+    Raises:
+        CommandError: with the missing modules, the extra and the line that installs it.
+
+    >>> require_extra("expacc study toy", "studies", "json")
+    >>> require_extra("expacc study toy", "studies", "json", "no_such_module")
+    Traceback (most recent call last):
+    expacc.studies.CommandError: expacc study toy needs no_such_module, part of the extra 'studies': \
+pip install 'expacc[studies]'
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CommandError(
+            f"{command} needs {', '.join(missing)}, part of the extra '{extra}': pip install 'expacc[{extra}]'"
+        )
