@@ -1,0 +1,209 @@
+"""Every check on user input, and every message. A message names the argument, says what arrived and what to write."""
+
+import math
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+NOISES = ("gaussian", "gumbel")
+INTEGRATORS = ("quadrature", "genz", "monte_carlo")
+REDUCTIONS = ("none", "mean", "sum")
+BACKENDS = ("auto", "reference", "cpu")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Raise unless ``value`` is one of ``choices``."""
+    if not (isinstance(value, str) and value in choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_number(name: str, value: Any, example: str, *, positive: bool = False) -> None:
+    """Raise unless ``value`` is a finite real number (and positive)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}: write for example {name}={example}.")
+    if not math.isfinite(value) or (positive and value <= 0):
+        kind = "positive and finite" if positive else "finite"
+        raise ValueError(f"{name} must be {kind}, got {value!r}: write for example {name}={example}.")
+
+
+def check_margin(margin: Any) -> None:
+    """Raise unless the margin is None or a finite number."""
+    if margin is not None:
+        check_number("margin", margin, "0.5 (None: no margin)")
+
+
+def check_nodes(nodes: Any) -> None:
+    """Raise unless ``nodes`` is "auto" or an integer of at least 2."""
+    if isinstance(nodes, str) and nodes == "auto":
+        return
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 2:
+        raise ValueError(f"nodes must be 'auto' or an integer of at least 2, got {nodes!r}.")
+
+
+def check_smoothing(label_smoothing: Any, margin: float | None) -> None:
+    """Raise unless the smoothing is in [0, 1] and not combined with a margin."""
+    check_number("label_smoothing", label_smoothing, "0.1")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}.")
+    if label_smoothing > 0 and margin is not None:
+        refuse_soft_margin(f"label_smoothing={label_smoothing!r}", margin)
+
+
+def refuse_soft_margin(what: str, margin: float) -> NoReturn:
+    """Raise: a margin is a property of the one true class, and differs with it."""
+    raise ValueError(
+        f"{what} cannot be combined with margin={margin!r}: the margin differs by target class. "
+        "Write margin=None, or class-index targets without label_smoothing."
+    )
+
+
+def check_power(power: Any) -> None:
+    """Raise unless ``power`` is a finite number or a 0-dim floating-point tensor."""
+    if isinstance(power, Tensor):
+        if power.ndim != 0 or not power.is_floating_point():
+            raise ValueError(
+                f"power must be a number or a 0-dim floating-point tensor, got shape {tuple(power.shape)} "
+                f"and dtype {power.dtype}."
+            )
+        return
+    check_number("power", power, "0.3 (1: expected error, 0: −log P)")
+
+
+def check_sigma(sigma: Any, target_shape: torch.Size) -> None:
+    """Raise unless ``sigma`` is a positive number, a 0-dim tensor, or a tensor with one value per sample.
+
+    The values of a tensor are not read: that would make the host wait for the device.
+    """
+    if not isinstance(sigma, Tensor):
+        check_number("sigma", sigma, "1.0", positive=True)
+    elif not sigma.is_floating_point():
+        raise TypeError(f"sigma must be floating point, got {sigma.dtype}: write sigma.float().")
+    elif sigma.ndim and sigma.shape != target_shape:
+        raise ValueError(
+            f"sigma must be a number, a 0-dim tensor or have one value per sample, shape {tuple(target_shape)}; "
+            f"got shape {tuple(sigma.shape)}."
+        )
+
+
+def check_logits(logits: Any) -> None:
+    """Raise unless ``logits`` is a floating-point tensor with a class dimension."""
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"logits must be a tensor, got {type(logits).__name__}: write torch.as_tensor(logits).")
+    if logits.dtype not in _FLOATS:
+        raise TypeError(f"logits must be float32, float64, bfloat16 or float16, got {logits.dtype}: write .float().")
+    if logits.ndim == 0 or class_count(logits) == 0:
+        raise ValueError(
+            f"logits must have a class dimension of at least 1, (C,), (N, C) or (N, C, d1, …); "
+            f"got shape {tuple(logits.shape)}."
+        )
+
+
+def class_count(logits: Tensor) -> int:
+    """Return C: dimension 1, or 0 where unbatched."""
+    return logits.shape[1 if logits.ndim > 1 else 0]
+
+
+def sample_shape(logits: Tensor) -> torch.Size:
+    """Return the shape of the samples: that of ``logits`` without its class dimension."""
+    return logits.shape[:1] + logits.shape[2:] if logits.ndim > 1 else logits.shape[:0]
+
+
+def check_target(logits: Tensor, target: Any, ignore_index: int) -> bool:
+    """Raise unless ``target`` fits ``logits``; return whether it holds class probabilities."""
+    if not isinstance(target, Tensor):
+        raise TypeError(f"target must be a tensor, got {type(target).__name__}: write torch.as_tensor(target).")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an integer, got {ignore_index!r}: write for example ignore_index=-100.")
+    if target.device != logits.device:
+        raise ValueError(
+            f"target is on {target.device} and logits on {logits.device}: write target.to({str(logits.device)!r})."
+        )
+    shape = sample_shape(logits)
+    if target.dtype in _INTEGERS:
+        if target.shape != shape:
+            raise ValueError(
+                f"target of class indices must have shape {tuple(shape)} for logits of shape {tuple(logits.shape)}, "
+                f"got {tuple(target.shape)}."
+            )
+        return False
+    if not target.is_floating_point():
+        raise TypeError(f"target must hold integers or class probabilities, got {target.dtype}: write target.long().")
+    if target.shape != logits.shape:
+        raise ValueError(
+            f"target of floating point holds class probabilities and must have logits' shape {tuple(logits.shape)}, "
+            f"got {tuple(target.shape)}; for class indices write target.long()."
+        )
+    if ignore_index >= 0:
+        raise ValueError(
+            f"ignore_index={ignore_index} has no meaning with probability targets: leave it out, "
+            "and give the rows to ignore probabilities of 0."
+        )
+    return True
+
+
+def check_weight(weight: Any, logits: Tensor) -> None:
+    """Raise unless ``weight`` is None or one number per class on the logits' device."""
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise TypeError(f"weight must be a floating-point tensor of one number per class, got {describe(weight)}.")
+    if weight.shape != (class_count(logits),):
+        raise ValueError(
+            f"weight must have one number per class, shape ({class_count(logits)},); got shape {tuple(weight.shape)}."
+        )
+    if weight.device != logits.device:
+        raise ValueError(
+            f"weight is on {weight.device} and logits on {logits.device}: write loss.to({str(logits.device)!r})."
+        )
+
+
+def raise_out_of_range(value: int, position: tuple[int, ...], classes: int, ignore_index: int) -> NoReturn:
+    """Raise the IndexError that CrossEntropyLoss raises, saying which value and where."""
+    where = f"target[{', '.join(map(str, position))}]" if position else "target"
+    raise IndexError(
+        f"{where} is {value}, outside 0 … {classes - 1} and not ignore_index={ignore_index}: "
+        "check the labels, or the number of classes of the model."
+    )
+
+
+def describe(value: Any) -> str:
+    """Say what a value is, for a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return type(value).__name__
+
+
+def check_sampled(integrator: str, noise: str, soft: bool) -> None:
+    """Raise unless a sampled integrator can do what is asked."""
+    if noise != "gaussian":
+        raise ValueError(f"integrator={integrator!r} samples Gaussian noise only, got noise={noise!r}.")
+    if soft:
+        raise ValueError(
+            f"integrator={integrator!r} takes class indices without label_smoothing: "
+            "write integrator='quadrature' for class probabilities."
+        )
+
+
+def check_generator(integrator: str, samples: Any, generator: Any) -> None:
+    """Raise unless a sampled integrator has a number of points and a generator."""
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples must be an integer of at least 1, got {samples!r}: write for example samples=16.")
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"integrator={integrator!r} needs generator=torch.Generator().manual_seed(0), got {describe(generator)}: "
+            "the global random state is never read."
+        )
+
+
+def as_state(name: str, value: Any, *, positive: bool = False) -> Tensor:
+    """Return a number as a 0-dim float64 tensor of its own."""
+    if isinstance(value, Tensor):
+        if value.ndim != 0 or not value.is_floating_point():
+            raise ValueError(f"{name} must be a number or a 0-dim floating-point tensor, got {describe(value)}.")
+        return value.detach().to(torch.float64, copy=True)
+    check_number(name, value, "1.0" if positive else "0.3", positive=positive)
+    return torch.tensor(value, dtype=torch.float64)

@@ -1,0 +1,110 @@
+"""Which path computes a loss: the one place that decides, and that can be watched deciding.
+
+"reference" is the definition, torch operations in float64, any device, any transform. "cpu" is the native kernel. Both
+give the same numbers within the contract of the logits' dtype.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from expacc.kernels import cpu
+
+Path = Literal["reference", "cpu"]
+_WATCHERS: ContextVar[tuple[list[str], ...]] = ContextVar("watchers", default=())
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # float64 goes to the reference: its contract is finer
+_told = False
+
+
+class Call(NamedTuple):
+    """What the choice depends on, besides the tensors themselves."""
+
+    backend: str
+    soft: bool
+    sampled: bool
+    nodes: int | str
+    grouped: bool
+
+
+@contextmanager
+def watch_paths() -> Iterator[list[str]]:
+    """Collect the names of the paths that run inside the block, one per evaluation of a loss.
+
+    >>> from expacc.functional import expected_error
+    >>> with watch_paths() as paths:
+    ...     _ = expected_error(torch.zeros(1, 2), torch.tensor([0]), backend="reference")
+    >>> paths
+    ['reference']
+    """
+    seen: list[str] = []
+    token = _WATCHERS.set((*_WATCHERS.get(), seen))
+    try:
+        yield seen
+    finally:
+        _WATCHERS.reset(token)
+
+
+def note_path(path: str) -> None:
+    """Tell the watchers which path runs; a compiled graph has nobody to tell."""
+    if torch.compiler.is_compiling():
+        return
+    for seen in _WATCHERS.get():
+        seen.append(path)
+
+
+def under_transform() -> bool:
+    """Say whether a functorch transform or forward-mode AD is active."""
+    # Neither has a public accessor; both are read the same way by torch's own compiler.
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _obstacle(logits: Tensor, target: Tensor, call: Call) -> str:
+    """Return why the native kernel cannot take this call; "" where it can."""
+    if call.soft:
+        return "probability targets and label smoothing go through the reference"
+    if call.sampled:
+        return "sampled integrators have no kernel"
+    if call.nodes != "auto":
+        return f"nodes={call.nodes} needs the reference: the kernel chooses its own"
+    if call.grouped:
+        return "data_group needs the reference"
+    if logits.device.type != "cpu" or logits.dtype not in _DTYPES:
+        return f"it takes CPU tensors of {', '.join(map(str, _DTYPES))}, not {logits.dtype} on {logits.device.type}"
+    if logits.is_sparse or logits.is_quantized:
+        return "it takes dense tensors"
+    if under_transform():
+        return "function transforms and forward-mode AD go through the reference"
+    if not cpu.available():
+        return cpu.unavailable_reason()
+    return ""
+
+
+def choose_path(logits: Tensor, target: Tensor, call: Call) -> Path:
+    """Return the path for this call.
+
+    Raises:
+        RuntimeError: backend="cpu" was asked for and cannot do it.
+    """
+    global _told
+    if call.backend == "reference":
+        return "reference"
+    obstacle = _obstacle(logits, target, call)
+    if not obstacle:
+        return "cpu"
+    if call.backend == "cpu":
+        raise RuntimeError(f"backend='cpu' cannot take this call: {obstacle}. Write backend='auto'.")
+    if not _told and not cpu.available() and logits.device.type == "cpu" and not torch.compiler.is_compiling():
+        _told = True
+        warnings.warn(
+            f"expacc's native CPU kernel is missing ({cpu.unavailable_reason()}): the results are the same, "
+            "from the reference, but slower.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return "reference"
