@@ -4,12 +4,21 @@ These three close under differentiation, so every derivative of every order is o
 
     (log Φ)' = λ,    λ' = -λ·w,    w' = 1 - λ·w,    with w(x) = x + λ(x) > 0.
 
+One function carries everything: the excess on the left half line, v(a) = w(-a) for a = |x| ≥ 0. With it
+
+    λ(-a) = a + v,    Φ(-a) = φ(a)/(a + v) =: Q,    Φ(a) = 1 - Q,
+
+so only sums of positive terms occur, no cancellation anywhere. Measured against 4500-bit arithmetic on 11 000 points of
+[-1e8, 40], float64: log Φ within 3.8 ulp, λ 3.3, w 4.2 (with the recipe of the tests, which hold 4, 4 and 8).
+
 Arithmetic is float64 whatever comes in; a narrower input is widened and its result rounded once. That makes
 float32 results correctly rounded nearly everywhere, and this module is the definition, not the fast path.
 
 Rejected: ``torch.special.log_ndtr`` (its gradient cancels for large negative x: 4 % off at -1e3 in float32),
 ``log(ndtr(x))`` (flushes the left tail to -inf, loses all digits for x > 8), λ as ``exp(log φ - log Φ)`` (loses
-x²·eps, all digits at x = -1e8), autograd through ``erfcx`` (its own derivative cancels like log_ndtr's).
+x²·eps, all digits at x = -1e8), autograd through ``erfcx`` (its own derivative cancels like log_ndtr's), ``erfcx``
+itself (it leaves w = x + λ to cancellation, 96 ulp at -5, and its scalar code takes 16 ns an element on a CPU, where
+everything below takes about as long), and ``torch.where`` between branches (4 ns: as long as the fraction).
 """
 
 import math
@@ -18,59 +27,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SQRT_HALF = math.sqrt(0.5)
-_SQRT_TWO_OVER_PI = math.sqrt(2.0 / math.pi)
 # exp(-x²/2) is 0 in float64 beyond this; the clamp keeps inf - inf out of its computation.
 _FLUSH = 39.0
 LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+_INV_SQRT_TWO_PI = 0.3989422804014327
+_SQRT_HALF_PI = math.sqrt(0.5 * math.pi)
 
-# Below this the excess x + λ comes from a continued fraction; above, from the sum, which loses at most
-# eps·25 to cancellation there.
-_EXCESS_SWITCH = -5.0
-_FRACTION_DEPTH = 40
+# (1/v(a) - √(π/2))/a = _TOP(s)/_BOTTOM(s) with s = 1/(1 + a), relative error 6.6e-17 on [0, inf): lowest power first,
+# by tests/reference/fit_excess.py. All coefficients are positive, so Horner's rule loses nothing; in this form the
+# error of the fraction counts fully only for large a, where s is small and the fraction's is one rounding.
+_TOP = (
+    1.0, 20.270982446804194, 231.46252887718268, 1802.3839859375796, 10370.474035972366, 45474.138814659775,
+    153131.94046798607, 391060.8249485653, 728679.424360739, 905316.6206223934, 583108.0912262553,
+)  # fmt: skip
+_BOTTOM = (
+    1.0, 21.524296584119547, 257.69254821924375, 2106.5351258532132, 12760.341742841425, 59230.364884327646,
+    212755.8335712288, 585577.9638904197, 1192428.15177462, 1650638.1707413022, 1223281.2408883288,
+)  # fmt: skip
+
+# Methods that end in _ work on temporaries: a fresh buffer per step would double the time of large inputs. Not
+# square_ and clamp_, for which vmap has no rule but a loop.
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.double()
+def _polynomial(coefficients: tuple[float, ...], s: Tensor) -> Tensor:
+    total = s * coefficients[-1]
+    for c in coefficients[-2:0:-1]:
+        total.add_(c).mul_(s)
+    return total.add_(coefficients[0])
 
 
-def _gauss(x: Tensor) -> Tensor:
-    """Return exp(-x²/2). Squaring a rounded x would cost x²/2 ulp (800 at x = 40), so x is split: h has few bits,
-    h² is exact, and x² = h² + (x-h)(x+h)."""
-    x = x.clamp(-_FLUSH, _FLUSH)
-    h = torch.round(x * 16.0) * 0.0625
-    return torch.exp(-0.5 * h * h) * torch.exp(-0.5 * (x - h) * (x + h))
+def _left_excess(a: Tensor) -> Tensor:
+    """Return v(a) = w(-a) for a ≥ 0: √(2/π) at 0, 1/a far out."""
+    s = a.add(1.0).reciprocal_()
+    fraction = _polynomial(_TOP, s).div_(_polynomial(_BOTTOM, s))
+    return fraction.mul_(a).add_(_SQRT_HALF_PI).reciprocal_()
+
+
+def _density(a: Tensor) -> Tensor:
+    """Return φ(a) for a ≥ 0. Squaring a rounded a would cost a²/2 ulp (800 at a = 40), so a is split: h has few
+    bits, h² is exact, and a² = h² + (a-h)(a+h)."""
+    a = a.clamp(max=_FLUSH)
+    h = (a * 16.0).round_().mul_(0.0625)
+    rest = (h - a).mul_(h + a).mul_(0.5).exp_()
+    return h.square().mul_(-0.5).exp_().mul_(rest).mul_(_INV_SQRT_TWO_PI)
+
+
+def _is_left(x: Tensor) -> Tensor:
+    """Return 1 where x < 0 and 0 elsewhere: with these weights lerp picks one of two finite numbers exactly."""
+    return x.sign().clamp(max=0.0).neg_()
 
 
 def _log_cdf(x: Tensor) -> Tensor:
-    wide = _wide(x)
-    # Left of -1: Φ(x) = exp(-x²/2)·erfcx(-x/√2)/2, both logs negative, no cancellation. Right of 1: log1p keeps
-    # the digits of the small upper tail, by erfcx again because erfc(x/√2) amplifies the rounding of x/√2.
-    # The clamps keep the branches not taken finite.
-    low = wide.clamp(max=0.0)
-    left = torch.log(0.5 * torch.special.erfcx(-_SQRT_HALF * low)) - 0.5 * low * low
-    middle = torch.log1p(-0.5 * torch.erfc(_SQRT_HALF * wide.clamp(-1.0, 1.0)))
-    right = torch.log1p(-0.5 * torch.special.erfcx(_SQRT_HALF * wide.clamp(min=1.0)) * _gauss(wide))
-    return torch.where(wide < -1.0, left, torch.where(wide < 1.0, middle, right)).to(x.dtype)
+    a = x.abs()
+    rate = _left_excess(a).add_(a)
+    # Right of 0: log1p(-Q). Left: log(1/(√(2π)·λ)) - x²/2, both negative, through the same log1p; subtracting 1
+    # there costs an absolute a·eps beside x²/2, and the clamp keeps the log finite beyond a = 1e15.
+    right = _density(a).div_(rate).neg_()
+    left = rate.reciprocal_().mul_(_INV_SQRT_TWO_PI).sub_(1.0)
+    log = torch.lerp(right, left, _is_left(x)).clamp(min=-1.0 + 2.0**-53).log1p_()
+    return log.sub_(x.clamp(max=0.0).square().mul_(0.5))
+
+
+def _bounded_part(x: Tensor) -> Tensor:
+    """Return λ(x) for x ≥ 0 and w(x) for x < 0: λ and w less their linear asymptotes."""
+    a = x.abs()
+    excess = _left_excess(a)
+    density = _density(a)
+    upper = density.div(a.add_(excess)).neg_().add_(1.0)
+    return torch.lerp(density.div_(upper), excess, _is_left(x))
 
 
 def _hazard(x: Tensor) -> Tensor:
-    wide = _wide(x)
-    left = _SQRT_TWO_OVER_PI / torch.special.erfcx(-_SQRT_HALF * wide.clamp(max=0.0))
-    right = _SQRT_TWO_OVER_PI * _gauss(wide) / torch.erfc(-_SQRT_HALF * wide.clamp(min=0.0))
-    return torch.where(wide < 0.0, left, right).to(x.dtype)
+    return _bounded_part(x).sub_(x.clamp(max=0.0))
 
 
 def _excess(x: Tensor) -> Tensor:
-    wide = _wide(x)
-    right = wide + _hazard(wide)
-    # Mills' ratio as Laplace's continued fraction gives λ = t + 1/(t + 2/(t + 3/(t + …))) with t = -x, so the
-    # excess is the fraction without its leading t: nothing cancels.
-    t = -wide.clamp(max=_EXCESS_SWITCH)
-    tail = t
-    for k in range(_FRACTION_DEPTH, 1, -1):
-        tail = t + k / tail
-    return torch.where(wide < _EXCESS_SWITCH, 1.0 / tail, right).to(x.dtype)
+    return _bounded_part(x).add_(x.clamp(min=0.0))
 
 
 class _LogCdf(torch.autograd.Function):
@@ -147,8 +179,13 @@ class _ExcessForward(_Excess):
 
 
 def _hazard_slope(x: Tensor) -> Tensor:
-    """Return λ' = -λ·w. At x = inf the product is 0·inf, whose limit is 0."""
-    return -hazard(x) * torch.where(torch.isinf(x), torch.zeros_like(x), excess(x))
+    """Return λ' = -λ·w. At x = ±inf the product is 0·inf; the clamp gives its limits, -1 and 0."""
+    edge = math.sqrt(torch.finfo(x.dtype).max)
+    x = x.clamp(-edge, edge)
+    return -hazard(x) * excess(x)
+
+
+# An argument is widened outside its Function, so that the products in derivatives of every order are float64, too.
 
 
 def log_cdf(x: Tensor) -> Tensor:
@@ -165,7 +202,9 @@ def log_cdf(x: Tensor) -> Tensor:
     >>> [f"{value:.12g}" for value in log_cdf(torch.tensor([-40.0, 0.0, 9.0], dtype=torch.float64)).tolist()]
     ['-804.608442014', '-0.69314718056', '-1.12858840595e-19']
     """
-    return (_LogCdf if torch.compiler.is_compiling() else _LogCdfForward).apply(x)  # pyright: ignore[reportReturnType]
+    door = _LogCdf if torch.compiler.is_compiling() else _LogCdfForward
+    wide: Tensor = door.apply(x.double())  # pyright: ignore[reportAssignmentType]
+    return wide.to(x.dtype)
 
 
 def hazard(x: Tensor) -> Tensor:
@@ -176,7 +215,9 @@ def hazard(x: Tensor) -> Tensor:
     >>> [f"{value:.12g}" for value in hazard(torch.tensor([-1e3, 0.0], dtype=torch.float64)).tolist()]
     ['1000.001', '0.797884560803']
     """
-    return (_Hazard if torch.compiler.is_compiling() else _HazardForward).apply(x)  # pyright: ignore[reportReturnType]
+    door = _Hazard if torch.compiler.is_compiling() else _HazardForward
+    wide: Tensor = door.apply(x.double())  # pyright: ignore[reportAssignmentType]
+    return wide.to(x.dtype)
 
 
 def excess(x: Tensor) -> Tensor:
@@ -187,4 +228,6 @@ def excess(x: Tensor) -> Tensor:
     >>> [f"{value:.12g}" for value in excess(torch.tensor([-1e8], dtype=torch.float64)).tolist()]
     ['1e-08']
     """
-    return (_Excess if torch.compiler.is_compiling() else _ExcessForward).apply(x)  # pyright: ignore[reportReturnType]
+    door = _Excess if torch.compiler.is_compiling() else _ExcessForward
+    wide: Tensor = door.apply(x.double())  # pyright: ignore[reportAssignmentType]
+    return wide.to(x.dtype)

