@@ -25,7 +25,8 @@ def check_number(name: str, value: Any, example: str, *, positive: bool = False)
     """Raise unless ``value`` is a finite real number (and positive)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}: write for example {name}={example}.")
-    if not math.isfinite(value) or (positive and value <= 0):
+    # not math.isfinite: Dynamo cannot trace it on a float that it made symbolic
+    if not -math.inf < value < math.inf or (positive and value <= 0):
         kind = "positive and finite" if positive else "finite"
         raise ValueError(f"{name} must be {kind}, got {value!r}: write for example {name}={example}.")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from expacc.integrals.normal import LOG_SQRT_TWO_PI, hazard, log_cdf
+from expacc.integrals.opaque import make_opaque
 from expacc.integrals.quadrature import Rule, _nodes, _support, log_win_probability
 
 # Width of a bucket in units of sigma: it lengthens the union of supports, about 17 long, by half of this.
@@ -55,6 +56,8 @@ def win_probabilities(u: Tensor, rule: Rule) -> Tensor:
     >>> [f"{value:.12f}" for value in p[0].tolist()]
     ['0.250000000000', '0.250000000000', '0.250000000000', '0.250000000000']
     """
+    if torch.compiler.is_compiling():
+        return _compiled_win(u, *rule)
     m, mine = _below_top(u)
     with torch.no_grad():
         others = torch.where(mine, torch.inf, m)
@@ -71,7 +74,7 @@ def log_win_probabilities(u: Tensor, rule: Rule) -> Tensor:
     r"""Return log P_k of every class, each to full relative accuracy.
 
     Cost: O(C·nodes) for every bucket of width 8σ that holds a class; the number of buckets is read from the data.
-    Where it cannot be read (compiled, or under vmap) every class is a bucket, O(C²·nodes).
+    Where it cannot be read (under vmap) every class is a bucket, O(C²·nodes).
 
     Args:
         u: scores in units of sigma, (..., C), float64. -inf: the class takes no part, log P = -inf with gradient 0.
@@ -84,6 +87,8 @@ def log_win_probabilities(u: Tensor, rule: Rule) -> Tensor:
     >>> [f"{value:.6f}" for value in log_win_probabilities(u, Rule(96, 36.0))[0].tolist()]
     ['-0.693147', '-0.693147', '-307.002208']
     """
+    if torch.compiler.is_compiling():
+        return _compiled_log_win(u, *rule)
     m, mine = _below_top(u)
     classes = m.shape[-1]
     takes_part = ~torch.isinf(m)
@@ -92,7 +97,8 @@ def log_win_probabilities(u: Tensor, rule: Rule) -> Tensor:
         safe = torch.where(takes_part, m, 0.0)
         bucket = torch.div(safe, _BUCKET, rounding_mode="floor")
         identity = torch.arange(classes, dtype=m.dtype, device=m.device).expand_as(bucket)
-        if _unreadable(bucket):
+        # The stack of functorch transforms has no public accessor.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             bucket, labels = identity, range(classes)
         else:
             labels = torch.unique(bucket[takes_part & ~mine & ~torch.isnan(bucket)]).tolist()
@@ -104,12 +110,6 @@ def log_win_probabilities(u: Tensor, rule: Rule) -> Tensor:
         here = (bucket == label) & takes_part & ~mine
         result = torch.where(here, _bucket_log_probability(m, here, wider), result)
     return result
-
-
-def _unreadable(values: Tensor) -> bool:
-    """Say whether looking at values would break a trace."""
-    # The stack of functorch transforms has no public accessor.
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _bucket_log_probability(m: Tensor, here: Tensor, rule: Rule) -> Tensor:
@@ -135,3 +135,11 @@ def _class_support(m: Tensor, gap: Tensor, drop: float):
     mine = torch.arange(m.shape[-1], device=m.device) == (m - gap).abs().argmin(-1, keepdim=True)
     support = _support(torch.where(mine, torch.inf, m - gap), 1.0, drop)
     return support._replace(low=support.low - gap, high=support.high - gap)
+
+
+_compiled_win = make_opaque(
+    "win_probabilities", lambda u, nodes, drop: win_probabilities(u, Rule(nodes, drop)), keeps_classes=True
+)
+_compiled_log_win = make_opaque(
+    "log_win_probabilities", lambda u, nodes, drop: log_win_probabilities(u, Rule(nodes, drop)), keeps_classes=True
+)

@@ -78,7 +78,7 @@ def _obstacle(logits: Tensor, target: Tensor, call: Call) -> str:
         return f"it takes CPU tensors of {', '.join(map(str, _DTYPES))}, not {logits.dtype} on {logits.device.type}"
     if logits.is_sparse or logits.is_quantized:
         return "it takes dense tensors"
-    if under_transform():
+    if not torch.compiler.is_compiling() and under_transform():
         return "function transforms and forward-mode AD go through the reference"
     if not cpu.available():
         return cpu.unavailable_reason()
