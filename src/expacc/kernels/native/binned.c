@@ -1,0 +1,793 @@
+/* The row kernel for many classes: the classes of a row are compressed, the nodes see the compressed row. */
+#include "kernels.h"
+#include "rows.h"
+#include "tables.h"
+#include "vec.h"
+
+#include <math.h>
+
+#define LISTED 256              /* up to so many classes are kept one by one */
+#define SAMPLED 2048            /* from so many classes on the far ones are cut away before they are binned */
+#define CELLS 272
+#define COPIES 4                /* of the histogram: a class does not wait for the class before it */
+#define CHUNK 1024
+#define NODES 128
+#define SCAN 32
+#define PIECES 32               /* of the gradient */
+#define CERTAIN 18.7
+#define DROP 16.0f
+#define UNIT TABLE_PER_UNIT
+
+typedef float v4 __attribute__((vector_size(16)));
+
+typedef struct {
+    float hist[COPIES][CELLS][4];
+    double total[CELLS][4];
+    float cell[CELLS][4];
+    float group[CELLS];
+    int32_t slot[CHUNK + 16];
+    float t[CHUNK + 16], power[(CHUNK + 16) * 4];
+    float height[NODES], weight[NODES];
+    float value[3][PIECES + 16];
+    float piece[PIECES][8];
+    float coef[6][PIECES];
+    int32_t offset[LISTED + 16], index[LISTED + 16];
+    float rest[LISTED + 16];
+} work;
+
+enum { NORMAL, LOST, WON, BROKEN, LEVEL };
+
+/* ---- small pieces ---- */
+static float log_one(float x) { return vf_log(vf_set(x))[0]; }
+static float exp_one(float x) { return x < -87.0f ? 0.0f : vf_exp(vf_set(x))[0]; }
+
+EXPACC_INLINE vi vi_load(const int32_t *p) { vi a; memcpy(&a, p, sizeof a); return a; }
+EXPACC_INLINE void vi_store(int32_t *p, vi a) { memcpy(p, &a, sizeof a); }
+EXPACC_INLINE vi lane_index(void) {
+    vi a;
+    for (int i = 0; i < EXPACC_LANES; i++) a[i] = i;
+    return a;
+}
+EXPACC_INLINE v4 v4_load(const float *p) { v4 a; memcpy(&a, p, sizeof a); return a; }
+EXPACC_INLINE void v4_store(float *p, v4 a) { memcpy(p, &a, sizeof a); }
+EXPACC_INLINE vf lanes_ramp(void) {
+    vf a;
+    for (int i = 0; i < EXPACC_LANES; i++) a[i] = (float)i;
+    return a;
+}
+/* Round to the nearest integer, |a| < 2^22. */
+EXPACC_INLINE vf vf_round(vf a) {
+    const float magic = 12582912.0f;
+    return (a + magic) - magic;
+}
+/* 1 - exp(f) for f <= 0, to full relative accuracy. */
+EXPACC_INLINE vf vf_lack(vf f) {
+    vf s = vf_max(f, vf_set(-0.5f));
+    vf p = 1.0f / 40320 * s + 1.0f / 5040;
+    p = p * s + 1.0f / 720;
+    p = p * s + 1.0f / 120;
+    p = p * s + 1.0f / 24;
+    p = p * s + 1.0f / 6;
+    p = p * s + 0.5f;
+    p = -(p * s * s + s);
+    return vf_select(vf_lt(f, vf_set(-0.5f)), 1.0f - vf_exp(f), p);
+}
+
+/* ---- what a row is ---- */
+static int classify(const float *x, ptrdiff_t classes, int64_t y) {
+    int any_live = 0, any_top = 0;
+    for (ptrdiff_t i = 0; i < classes; i++) {
+        if (isnan(x[i])) return BROKEN;
+        if (i == y) continue;
+        any_top |= x[i] == INFINITY;
+        any_live |= x[i] > -INFINITY;
+    }
+    if (any_top) return x[y] == INFINITY ? BROKEN : LOST;
+    if (x[y] == -INFINITY) return any_live ? LOST : LEVEL;
+    return any_live && x[y] < INFINITY ? NORMAL : WON;
+}
+
+/* The largest score but the target's; *finite is 0 where any score is not finite. */
+static float largest(const float *x, ptrdiff_t classes, ptrdiff_t y, int *finite) {
+    vf top = vf_set(-INFINITY), check = {0};
+    vf top2 = top, check2 = check;
+    ptrdiff_t i = 0, whole = classes & ~(ptrdiff_t)(EXPACC_LANES - 1), mine = y & ~(ptrdiff_t)(EXPACC_LANES - 1);
+    for (int part = 0; part < 2; part++) {
+        ptrdiff_t end = part ? whole : (mine < whole ? mine : whole);
+        for (; i + EXPACC_LANES < end; i += 2 * EXPACC_LANES) {
+            vf a = vf_load(x + i), b = vf_load(x + i + EXPACC_LANES);
+            top = vf_max(top, a), top2 = vf_max(top2, b);
+            check += a * 0.0f, check2 += b * 0.0f;
+        }
+        for (; i < end; i += EXPACC_LANES) {
+            vf a = vf_load(x + i);
+            top = vf_max(top, a);
+            check += a * 0.0f;
+        }
+        if (!part && i == mine && i < whole) {
+            vf a = vf_load(x + i);
+            check += a * 0.0f;
+            top = vf_max(top, vf_select(vf_eq(lanes_ramp(), vf_set((float)(y - i))), vf_set(-INFINITY), a));
+            i += EXPACC_LANES;
+        }
+    }
+    float best = vf_largest(vf_max(top, top2)), bad = 0;
+    for (; i < classes; i++) {
+        bad += x[i] * 0.0f;
+        if (i != y && x[i] > best) best = x[i];
+    }
+    check += check2;
+    *finite = vm_all(vf_eq(check, (vf){0})) && bad == 0.0f;
+    return best;
+}
+
+/* ---- the row as the nodes see it: a list of classes, or cells with four moments ---- */
+typedef struct {
+    work *w;
+    int listed;      /* > 0: so many classes one by one (offset t in cells of 1/32); else cells */
+    int cells, fit;  /* the number of cells, of width 1/(8 << fit) */
+} compressed;
+
+
+/* log F at `vectors` vectors of nodes, `skip` steps of layout a to the right of the table point `first`. */
+EXPACC_INLINE void heights_block(const compressed *c, int first, int a, int skip, int rough, int vectors, float *out) {
+    work *w = c->w;
+    vf sum[4], more[4];
+    for (int v = 0; v < vectors; v++) sum[v] = more[v] = (vf){0};
+    if (c->listed) {
+        const float *table = &expacc_tables.cdf[2][a][0][skip];
+        for (int i = 0; i < c->listed; i++) {
+            const float *p = table + w->offset[i];
+            if (rough) {
+                for (int v = 0; v < vectors; v++) sum[v] += vf_load(p + v * EXPACC_LANES);
+            } else {
+                vf t = vf_set(w->rest[i]);
+                for (int v = 0; v < vectors; v++) {
+                    const float *q = p + v * EXPACC_LANES;
+                    vf s = vf_load(q + 3 * TABLE_POINTS) * t + vf_load(q + 2 * TABLE_POINTS);
+                    s = s * t + vf_load(q + TABLE_POINTS);
+                    sum[v] += s * t + vf_load(q);
+                }
+            }
+        }
+    } else if (rough) {
+        /* groups of width 1/4, at their middles */
+        const float *table = &expacc_tables.cdf[2][a][0][skip];
+        int per = 2 << c->fit, groups = (c->cells + per - 1) / per;
+        for (int g = 0; g < groups; g++) {
+            const float *p = table + TABLE_AT(first + 8 * g + 3, a);
+            vf n = vf_set(w->group[g]);
+            for (int v = 0; v < vectors; v++) sum[v] += n * vf_load(p + v * EXPACC_LANES);
+        }
+    } else {
+        const float *table = &expacc_tables.cdf[c->fit][a][0][skip];
+        int wide = 4 >> c->fit;
+        for (int j = 0; j < c->cells; j++) {
+            const float *p = table + TABLE_AT(first + j * wide, a);
+            const float *m = w->cell[j];
+            vf m0 = vf_set(m[0]), m1 = vf_set(m[1]), m2 = vf_set(m[2]), m3 = vf_set(m[3]);
+            for (int v = 0; v < vectors; v++) {
+                const float *q = p + v * EXPACC_LANES;
+                sum[v] += m0 * vf_load(q);
+                more[v] += m1 * vf_load(q + TABLE_POINTS);
+                sum[v] += m2 * vf_load(q + 2 * TABLE_POINTS);
+                more[v] += m3 * vf_load(q + 3 * TABLE_POINTS);
+            }
+        }
+    }
+    for (int v = 0; v < vectors; v++) vf_store(out + v * EXPACC_LANES, sum[v] + more[v]);
+}
+
+/* log F at count nodes (a multiple of EXPACC_LANES) from the table point `first` on in steps of layout a; only to steer
+ * by where `rough`. */
+static void heights(const compressed *c, int first, int a, int rough, int count, float *out) {
+    work *w = c->w;
+    if (c->listed) {
+        const int row = TABLE_POINTS >> a;
+        vi mask = (vi){0} + ((1 << a) - 1), limit = (vi){0} + (14 - TABLE_LOW) * UNIT; /* from there on it is 0 */
+        for (int i = 0; i < c->listed; i += EXPACC_LANES) {
+            vi at = vi_load(w->index + i) + first;
+            vi over = at > limit;
+            at = (at & ~over) | (limit & over);
+            vi_store(w->offset + i, (at & mask) * row + (at >> a));
+        }
+    }
+    int k = 0;
+    if (rough) {
+        for (; k < count; k += 2 * EXPACC_LANES) heights_block(c, first, a, k, 1, 2, out + k);
+        return;
+    }
+    for (; k + 2 * EXPACC_LANES <= count; k += 2 * EXPACC_LANES) heights_block(c, first, a, k, 0, 2, out + k);
+    if (k < count) heights_block(c, first, a, k, 0, 1, out + k);
+}
+
+/* ---- where the integrands live ---- */
+typedef struct {
+    double low, high; /* the support, in y = z + nearest gap */
+    double mode;      /* a point near the peak of what is integrated */
+    int layout;       /* of the step */
+    int confident;    /* 1 - P is the one to integrate */
+    int outside;      /* the table does not reach */
+} support;
+
+static double edge(const float *e, int from, int to, int by) {
+    int k = from;
+    while (k != to && !(e[k] > 0)) k += by;
+    if (!(e[k] > 0)) return to;
+    if (k == from) return k;
+    float part = e[k] / (e[k] - e[k - by]);
+    return k - by * (double)part;
+}
+
+/* Look at the row at SCAN points from table point `first` on, in steps of layout a. */
+static support look(const compressed *c, double nearest, int first, int a) {
+    float f[SCAN], g[SCAN], value[SCAN], slope[SCAN];
+    support s = {0};
+    double wide_low = 1e9, wide_high = -1e9;
+    for (;;) {
+        heights(c, first, a, 1, SCAN, f);
+        const double step = (double)(1 << a) / UNIT, y0 = TABLE_LOW + (double)first / UNIT;
+        vf best = vf_set(-INFINITY), best_slope = best, mass = {0};
+        for (int k = 0; k < SCAN; k += EXPACC_LANES) {
+            vf z = (lanes_ramp() + (float)k) * (float)step + (float)(y0 - nearest);
+            vf h = vf_load(f + k) - 0.5f * z * z;
+            vf l = vf_load(&expacc_tables.hazard[a][0][TABLE_AT(first, a) + k]);
+            vf d = h + vf_log(vf_max(l, vf_set(1e-37f)));
+            vf_store(g + k, h);
+            vf_store(slope + k, d);
+            best = vf_max(best, h), best_slope = vf_max(best_slope, d);
+            mass += vf_where(vf_lt(vf_set(-80.0f), h), vf_exp(h));
+        }
+        s.confident = vf_sum(mass) * step * EXPACC_INV_SQRT_2PI > 0.5;
+        float top = vf_largest(best), top_slope = vf_largest(best_slope);
+        int mode = 0;
+        while (g[mode] < top) mode++;
+        float k0 = mode > 0 && mode < SCAN - 1 ? 2 * g[mode] - g[mode - 1] - g[mode + 1] : 0;
+        int closer = !s.confident && a > 0 && k0 > 2.0f;
+        s.outside = first == 0 && (g[0] > top - 24.0f || slope[0] > top_slope - 24.0f);
+        if (s.confident) {
+            vf top_value = vf_set(-INFINITY);
+            for (int k = 0; k < SCAN; k += EXPACC_LANES) {
+                vf z = (lanes_ramp() + (float)k) * (float)step + (float)(y0 - nearest);
+                vf q = vf_log(vf_max(vf_lack(vf_load(f + k)), vf_set(1e-37f))) - 0.5f * z * z;
+                vf_store(value + k, q);
+                top_value = vf_max(top_value, q);
+            }
+            top = vf_largest(top_value);
+            mode = 0;
+            while (value[mode] < top) mode++;
+        }
+        const float *v = s.confident ? value : g;
+        float e1[SCAN], e2[SCAN];
+        for (int k = 0; k < SCAN; k += EXPACC_LANES) {
+            vf_store(e1 + k, vf_load(v + k) - (top - DROP));
+            vf_store(e2 + k, vf_load(slope + k) - (top_slope - DROP));
+        }
+        double low = fmin(edge(e1, 0, SCAN - 1, 1), edge(e2, 0, SCAN - 1, 1));
+        double high = fmax(edge(e1, SCAN - 1, 0, -1), edge(e2, SCAN - 1, 0, -1));
+        /* An edge beyond what a closer look sees is that of the wider look. */
+        s.low = low > 0 ? y0 + step * low : fmin(y0, wide_low);
+        s.high = high < SCAN - 1 ? y0 + step * high : fmax(y0 + step * high, wide_high);
+        s.mode = y0 + step * mode;
+        if (closer) { /* too narrow to be seen: closer, around the peak */
+            int b = a > 2 ? a - 2 : 0, to = first + (mode << a) - (SCAN / 2 << b);
+            a = b, first = to < 0 ? 0 : to;
+            wide_low = s.low, wide_high = s.high;
+            continue;
+        }
+        /* The step: fine enough at the peak and a little down its left flank. */
+        int flank = mode;
+        if (s.confident) {
+            flank = SCAN - 1;
+            while (flank > 0 && f[flank] > -4.5f) flank--;
+            if (flank < (int)low) flank = (int)low;
+        } else {
+            while (flank > 0 && g[flank] > top - 4.5f) flank--;
+        }
+        double narrow = s.confident ? 0.7 : k0 > 0 ? step / sqrt(k0) : 1.0, want = 0.75 * narrow;
+        if (flank > 0 && flank < SCAN - 1) {
+            double k1 = (2 * g[flank] - g[flank - 1] - g[flank + 1]) / (step * step);
+            if (k1 > 0) want = fmin(want, 1.5 / sqrt(k1));
+        }
+        s.layout = want >= 0.5 ? 4 : want >= 0.25 ? 3 : want >= 0.125 ? 2 : want >= 0.0625 ? 1 : 0;
+        while ((s.high - s.low) * UNIT > (double)((NODES - EXPACC_LANES) << s.layout)) s.layout++;
+        return s;
+    }
+}
+
+/* ---- compressing ---- */
+/* Beyond this gap above the nearest a class is worth less than 1e-6/C of the row, wherever the row lives (from low on). */
+static double reach(double low, double classes) {
+    double right = low > 0 ? low : 0;
+    return sqrt(right * right + 2 * (14 + log(classes))) - low;
+}
+
+EXPACC_INLINE vf load_part(const float *x, ptrdiff_t n) {
+    float part[EXPACC_LANES];
+    for (int k = 0; k < EXPACC_LANES; k++) part[k] = k < n ? x[k] : -INFINITY;
+    return vf_load(part);
+}
+
+/* The classes one by one: index and rest of gap * 32, gaps held at `held`. */
+static void list_row(compressed *c, const float *x, ptrdiff_t n, ptrdiff_t y, float top, double scale, double held) {
+    work *w = c->w;
+    c->listed = (int)n;
+    const float unit = (float)(scale * UNIT), shut = (float)fmin(held * UNIT, 3000.0);
+    for (ptrdiff_t i = 0; i < n; i += EXPACC_LANES) {
+        vf d = top - (i + EXPACC_LANES <= n ? vf_load(x + i) : load_part(x + i, n - i));
+        vf q = vf_select(vf_lt(d, vf_set(INFINITY)), vf_min(d * unit, vf_set(shut)), vf_set(3000.0f));
+        vf r = vf_round(q);
+        vf_store(w->rest + i, q - r);
+        vi_store(w->index + i, __builtin_convertvector(r, vi));
+    }
+    if (y >= 0) w->index[y] = 3000, w->rest[y] = 0;
+}
+
+EXPACC_INLINE void deposit(work *w, ptrdiff_t n) {
+    /* the powers 1, t, t², t³ of a class side by side */
+    ptrdiff_t i = 0;
+    for (; i < n; i += EXPACC_LANES) {
+        vf t = vf_load(w->t + i), t2 = t * t, t3 = t2 * t;
+#if EXPACC_LANES == 16
+        __m512 one = _mm512_set1_ps(1.0f), a = (__m512)t, b = (__m512)t2, c = (__m512)t3;
+        __m512 l0 = _mm512_unpacklo_ps(one, a), h0 = _mm512_unpackhi_ps(one, a);
+        __m512 l1 = _mm512_unpacklo_ps(b, c), h1 = _mm512_unpackhi_ps(b, c);
+        float *p = w->power + 4 * i;
+        _mm512_storeu_ps(p, (__m512)_mm512_unpacklo_pd((__m512d)l0, (__m512d)l1));
+        _mm512_storeu_ps(p + 16, (__m512)_mm512_unpackhi_pd((__m512d)l0, (__m512d)l1));
+        _mm512_storeu_ps(p + 32, (__m512)_mm512_unpacklo_pd((__m512d)h0, (__m512d)h1));
+        _mm512_storeu_ps(p + 48, (__m512)_mm512_unpackhi_pd((__m512d)h0, (__m512d)h1));
+#elif EXPACC_LANES == 8
+        __m256 one = _mm256_set1_ps(1.0f), a = (__m256)t, b = (__m256)t2, c = (__m256)t3;
+        __m256 l0 = _mm256_unpacklo_ps(one, a), h0 = _mm256_unpackhi_ps(one, a);
+        __m256 l1 = _mm256_unpacklo_ps(b, c), h1 = _mm256_unpackhi_ps(b, c);
+        float *p = w->power + 4 * i;
+        _mm256_storeu_ps(p, (__m256)_mm256_unpacklo_pd((__m256d)l0, (__m256d)l1));
+        _mm256_storeu_ps(p + 8, (__m256)_mm256_unpackhi_pd((__m256d)l0, (__m256d)l1));
+        _mm256_storeu_ps(p + 16, (__m256)_mm256_unpacklo_pd((__m256d)h0, (__m256d)h1));
+        _mm256_storeu_ps(p + 24, (__m256)_mm256_unpackhi_pd((__m256d)h0, (__m256d)h1));
+#else
+        for (int k = 0; k < EXPACC_LANES; k++) {
+            v4 m = {1.0f, t[k], t2[k], t3[k]};
+            v4_store(w->power + 4 * (i + 4 * 0 + k), m);
+        }
+#endif
+    }
+    /* with 16 and 8 lanes the classes k, k + 4, k + 8, k + 12 of a vector stand together */
+    const int runs = EXPACC_LANES / 4;
+    for (i = 0; i < n; i += EXPACC_LANES) {
+        const int32_t *slot = w->slot + i;
+        const float *p = w->power + 4 * i;
+        for (int r = 0; r < runs; r++)
+            for (int c = 0; c < COPIES; c++) {
+                float *h = w->hist[c][slot[4 * r + c]];
+                int at = EXPACC_LANES >= 8 ? c * runs + r : 4 * r + c;
+                v4_store(h, v4_load(h) + v4_load(p + 4 * at));
+            }
+    }
+}
+
+static void collect(work *w, int cells, int more) {
+    for (int j = 0; j < cells; j++) {
+        v4 sum = (v4_load(w->hist[0][j]) + v4_load(w->hist[1][j])) + (v4_load(w->hist[2][j]) + v4_load(w->hist[3][j]));
+        if (more) {
+            for (int k = 0; k < 4; k++) w->total[j][k] += sum[k], w->cell[j][k] = (float)w->total[j][k];
+            for (int c = 0; c < COPIES; c++) v4_store(w->hist[c][j], (v4){0});
+        } else v4_store(w->cell[j], sum);
+    }
+}
+
+/* Gaps u = (top - x) * scale below `most` into cells; gaps held at `held`. */
+static void bin_row(compressed *c, const float *x, ptrdiff_t n, ptrdiff_t y, float top, double scale, double most, double held) {
+    work *w = c->w;
+    c->listed = 0;
+    c->fit = most <= 8.0 ? 2 : most <= 16.0 ? 1 : 0;
+    const int per = 8 << c->fit;
+    c->cells = (int)(most * per + 0.5) + 1;
+    if (c->cells > CELLS - 16) c->cells = CELLS - 16;
+    memset(w->total, 0, sizeof w->total[0] * (size_t)c->cells);
+    for (int k = 0; k < COPIES; k++) memset(w->hist[k], 0, sizeof w->hist[k][0] * (size_t)(c->cells + 1));
+    const float unit = (float)(scale * per);
+    const float limit = (float)c->cells, shut = (float)fmin(held * per, limit);
+    int blocks = 0;
+    for (ptrdiff_t i0 = 0; i0 < n; i0 += CHUNK) {
+        ptrdiff_t size = n - i0 < CHUNK ? n - i0 : CHUNK, i = 0;
+        for (; i < size; i += EXPACC_LANES) {
+            vf d = top - (i + EXPACC_LANES <= size ? vf_load(x + i0 + i) : load_part(x + i0 + i, size - i));
+            vf q = vf_select(vf_lt(d, vf_set(INFINITY)), vf_min(d * unit, vf_set(shut)), vf_set(limit));
+            vf r = vf_round(q);
+            vf_store(w->t + i, q - r);
+            vi_store(w->slot + i, __builtin_convertvector(r, vi));
+        }
+        for (ptrdiff_t k = size; k < i; k++) w->slot[k] = c->cells; /* the lanes past the end */
+        if (y >= i0 && y < i0 + size) w->slot[y - i0] = c->cells, w->t[y - i0] = 0;
+        deposit(w, i);
+        if (++blocks == 2 || i0 + CHUNK >= n) {
+            collect(w, c->cells, n > 2 * CHUNK);
+            blocks = 0;
+        }
+    }
+    int group = 2 << c->fit, groups = (c->cells + group - 1) / group;
+    for (int j = c->cells; j < groups * group; j++) memset(w->cell[j], 0, sizeof w->cell[j]);
+    for (int g = 0; g < groups; g++) {
+        float sum = 0;
+        for (int k = 0; k < group; k++) sum += w->cell[g * group + k][0];
+        w->group[g] = sum;
+    }
+}
+
+/* ---- the integrals ---- */
+typedef struct {
+    double log_p;
+    double slope;   /* ∂L/∂m of the nearest competitor, the unit of the pieces */
+    int pieces;     /* the classes beyond take no part in the gradient */
+    int layout;     /* pieces of width 2^layout/32 */
+} integrals;
+
+static integrals integrate(const compressed *c, double nearest, const support *s, double classes, int slopes) {
+    work *w = c->w;
+    integrals out = {0};
+    const int a = s->layout;
+    const double step = (double)(1 << a) / UNIT;
+    int first = (int)floor((s->low - TABLE_LOW) * UNIT);
+    first = first < 0 ? 0 : first & ~((1 << a) - 1);
+    const double y0 = TABLE_LOW + (double)first / UNIT;
+    int count = (int)ceil((s->high - y0) / step) + 1;
+    count = (count + EXPACC_LANES - 1) & ~(EXPACC_LANES - 1);
+    if (count > NODES) count = NODES;
+    heights(c, first, a, 0, count, w->height);
+
+    /* e^(-z²/2) F relative to its value at the mode, without the large common part */
+    const double zr = s->mode - nearest;
+    const float twice = (float)(s->mode - 2 * nearest), mode = (float)s->mode;
+    double mass;
+    if (!s->confident) {
+        vf best = vf_set(-INFINITY), sum = {0};
+        for (int k = 0; k < count; k += EXPACC_LANES) {
+            vf y = (lanes_ramp() + (float)k) * (float)step + (float)y0;
+            vf g = vf_load(w->height + k) - 0.5f * (y - mode) * (y + twice);
+            vf_store(w->weight + k, g);
+            best = vf_max(best, g);
+        }
+        float top = vf_largest(best);
+        for (int k = 0; k < count; k += EXPACC_LANES) {
+            vf g = vf_load(w->weight + k) - top;
+            vf e = vf_where(vf_lt(vf_set(-60.0f), g), vf_exp(g));
+            vf_store(w->weight + k, e);
+            sum += e;
+        }
+        mass = vf_sum(sum);
+        out.log_p = (double)top - 0.5 * zr * zr + (double)log_one((float)(mass * step * EXPACC_INV_SQRT_2PI));
+        out.slope = 1.0 / mass;
+    } else {
+        vf sum = {0};
+        for (int k = 0; k < count; k += EXPACC_LANES) {
+            vf y = (lanes_ramp() + (float)k) * (float)step + (float)y0;
+            vf g = -0.5f * (y - mode) * (y + twice), h = vf_load(w->height + k);
+            vf e = vf_where(vf_lt(vf_set(-60.0f), g), vf_exp(g));
+            sum += e * vf_lack(h);
+            vf_store(w->weight + k, vf_where(vf_lt(vf_set(-60.0f), h), e * vf_exp(h)));
+        }
+        double unit = step * EXPACC_INV_SQRT_2PI * (double)exp_one((float)(-0.5 * zr * zr));
+        double miss = fmin(vf_sum(sum) * unit, 0.75);
+        out.log_p = (double)vf_log1p(vf_set((float)-miss))[0];
+        out.slope = unit / (1.0 - miss);
+    }
+    if (!slopes) return out;
+
+    /* log G at equally spaced gaps, with two derivatives */
+    int low = 0, high = count;
+    while (low < count - 1 && w->weight[low] == 0.0f) low++;
+    while (high > low + 1 && w->weight[high - 1] == 0.0f) high--;
+    const double bottom = y0 + low * step, most = reach(fmax(bottom, s->low), classes);
+    const int b = most <= 15.5 ? 4 : 5;
+    const float width = (float)(1 << b) / UNIT;
+    vf sums[3][PIECES / EXPACC_LANES];
+    for (int d = 0; d < 3; d++)
+        for (int v = 0; v < PIECES / EXPACC_LANES; v++) sums[d][v] = (vf){0};
+    for (int k = low; k < high; k++) {
+        int at = first + (k << a);
+        const float *p = &expacc_tables.hazard[b][0][TABLE_AT(at, b)];
+        vf e = vf_set(w->weight[k]);
+        for (int d = 0; d < 3; d++)
+            for (int v = 0; v < PIECES / EXPACC_LANES; v++)
+                sums[d][v] += e * vf_load(p + d * TABLE_POINTS + v * EXPACC_LANES);
+    }
+    double unit = (double)sums[0][0][0];
+    out.slope *= unit;
+    float inverse = (float)(1.0 / unit);
+    for (int v = 0; v < PIECES / EXPACC_LANES; v++) {
+        vf g = vf_max(sums[0][v], vf_set(1e-37f));
+        vf l1 = sums[1][v] / g;
+        vf_store(w->value[0] + v * EXPACC_LANES, vf_log(vf_max(g * inverse, vf_set(1e-37f))) * 1.44269504f);
+        vf_store(w->value[1] + v * EXPACC_LANES, l1 * (width * 1.44269504f));
+        vf_store(w->value[2] + v * EXPACC_LANES, (sums[2][v] / g - l1 * l1) * (width * width * 1.44269504f));
+    }
+    for (int d = 0; d < 3; d++) w->value[d][PIECES] = 0;
+    for (int v = 0; v < PIECES; v += EXPACC_LANES) {
+        vf p0 = vf_load(w->value[0] + v), d = vf_load(w->value[0] + v + 1) - p0;
+        vf d0 = vf_load(w->value[1] + v), d1 = vf_load(w->value[1] + v + 1);
+        vf e0 = vf_load(w->value[2] + v), e1 = vf_load(w->value[2] + v + 1);
+        vf_store(w->coef[0] + v, p0);
+        vf_store(w->coef[1] + v, d0);
+        vf_store(w->coef[2] + v, 0.5f * e0);
+        vf_store(w->coef[3] + v, 10.0f * d - 6.0f * d0 - 4.0f * d1 - 1.5f * e0 + 0.5f * e1);
+        vf_store(w->coef[4] + v, -15.0f * d + 8.0f * d0 + 7.0f * d1 + 1.5f * e0 - e1);
+        vf_store(w->coef[5] + v, 6.0f * d - 3.0f * (d0 + d1) - 0.5f * (e0 - e1));
+    }
+#if EXPACC_LANES != 16
+    for (int j = 0; j < PIECES; j++)
+        for (int k = 0; k < 6; k++) w->piece[j][k] = w->coef[k][j];
+#endif
+    out.layout = b;
+    out.pieces = (int)ceil(most / width);
+    if (out.pieces > PIECES - 1) out.pieces = PIECES - 1;
+    return out;
+}
+
+/* 2^p, p <= 0 or so and above -126. */
+EXPACC_INLINE vf exp2_of(vf p) {
+    const float magic = 12582912.0f;
+    vf shifted = p + magic, r = p - (shifted - magic);
+    vf e = 1.3398874e-3f * r + 9.6184373e-3f;
+    e = e * r + 5.5503324e-2f;
+    e = e * r + 2.4022648e-1f;
+    e = e * r + 6.9314720e-1f;
+    e = e * r + 1.0f;
+    return (vf)((vi)e + ((vi)shifted << 23));
+}
+
+typedef struct {
+    float top, unit, shut, last;  /* gap in pieces: min((top - x) * unit, shut), nothing from last on */
+    float coefficient;            /* of the entry */
+    float threshold;              /* scores above it are below the cap */
+    int capped;
+} slope_rule;
+
+/* G relative to the nearest competitor's, 0 where a class takes no part; *q its gap in pieces. */
+EXPACC_INLINE vf slope_of(const work *w, const slope_rule *r, vf x, vf *gap) {
+    vf d = r->top - x;
+    vf q = d * r->unit;
+    if (r->capped) q = vf_select(vf_lt(d, vf_set(INFINITY)), vf_min(q, vf_set(r->shut)), q);
+    vm in = vf_lt(q, vf_set(r->last));
+    q = vf_where(in, q);
+    *gap = q;
+    vi j = __builtin_convertvector(q, vi);
+    vf t = q - __builtin_convertvector(j, vf), p;
+#if EXPACC_LANES == 16
+    __m512i i = (__m512i)j;
+#define COEFFICIENT(k) (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(w->coef[k]), i, _mm512_loadu_ps(w->coef[k] + 16))
+    p = COEFFICIENT(5);
+    p = p * t + COEFFICIENT(4);
+    p = p * t + COEFFICIENT(3);
+    p = p * t + COEFFICIENT(2);
+    p = p * t + COEFFICIENT(1);
+    p = p * t + COEFFICIENT(0);
+#else
+    for (int k = 0; k < EXPACC_LANES; k++) {
+        const float *c = w->piece[j[k]];
+        float s = t[k];
+        p[k] = ((((c[5] * s + c[4]) * s + c[3]) * s + c[2]) * s + c[1]) * s + c[0];
+    }
+#endif
+    return vf_where(in, exp2_of(p));
+}
+
+typedef struct { double all, live, all_gap, live_gap; } slope_sums;
+
+EXPACC_INLINE slope_sums slopes_of(const work *w, const slope_rule *rule, const float *x, float *grad, ptrdiff_t n, ptrdiff_t y,
+                                   int capped, int dots) {
+    slope_sums s = {0};
+    slope_rule r = *rule;
+    r.capped = capped;
+    for (ptrdiff_t i0 = 0; i0 < n; i0 += CHUNK) {
+        ptrdiff_t size = n - i0 < CHUNK ? n - i0 : CHUNK;
+        vf all = {0}, live = {0}, all_gap = {0}, live_gap = {0};
+        for (ptrdiff_t i = 0; i < size; i += EXPACC_LANES) {
+            const float *p = x + i0 + i;
+            int part = i + EXPACC_LANES > size;
+            vf v = part ? load_part(p, size - i) : vf_load(p), q;
+            vf g = slope_of(w, &r, v, &q);
+            if (y >= i0 + i && y < i0 + i + EXPACC_LANES)
+                g = vf_select(vf_eq(lanes_ramp(), vf_set((float)(y - i0 - i))), (vf){0}, g);
+            if (dots && capped) all += g, all_gap += g * q;
+            if (capped) g = vf_where(vf_lt(vf_set(r.threshold), v), g);
+            live += g;
+            if (dots) live_gap += g * q;
+            if (!grad) continue;
+            vf o = g * r.coefficient;
+            if (part) memcpy(grad + i0 + i, &o, sizeof(float) * (size_t)(size - i));
+            else vf_store(grad + i0 + i, o);
+        }
+        s.live += vf_sum(live);
+        if (dots) s.live_gap += vf_sum(live_gap);
+        if (dots && capped) s.all += vf_sum(all), s.all_gap += vf_sum(all_gap);
+    }
+    if (!capped) s.all = s.live, s.all_gap = s.live_gap;
+    return s;
+}
+
+/* The largest score x with (own - x) * scale >= cap: scores up to it have met the margin. */
+static float cap_threshold(double own, double scale, double cap) {
+    float x = (float)(own - cap / scale);
+    while ((own - (double)x) * scale >= cap) x = nextafterf(x, INFINITY);
+    while (!((own - (double)x) * scale >= cap)) x = nextafterf(x, -INFINITY);
+    return x;
+}
+
+static void fill_row(const expacc_rows *in, ptrdiff_t r, float log_p, float grad) {
+    in->log_p[r] = log_p;
+    if (in->dot) in->dot[r] = 0;
+    if (in->dot_live) in->dot_live[r] = 0;
+    if (in->grad)
+        for (ptrdiff_t i = 0; i < in->classes; i++) in->grad[r * in->grad_stride + i] = grad;
+}
+
+/* ---- rows the table does not hold: hopeless ones, the nearest competitor some 40 sigma above the target ----
+ *
+ * There the integrand is a narrow, nearly Gaussian peak, and the gaps are large numbers whose differences matter: sums
+ * over the classes in double, with the square taken out of log Φ and the linear part out of λ. */
+typedef struct { double square, rest, hazard, bend; } far_terms;
+
+/* x = y + u of EXPACC_LANES classes, as float and in two halves; 0 terms where x > 14, *near: whether any is below. */
+EXPACC_INLINE vf far_arguments(const float *scores, ptrdiff_t n, ptrdiff_t skip, double y, float top, double scale, double held,
+                               vd half[2]) {
+    float x[EXPACC_LANES], wide[EXPACC_LANES];
+    vf_store(x, n >= EXPACC_LANES ? vf_load(scores) : load_part(scores, n));
+    if (skip >= 0 && skip < EXPACC_LANES) x[skip] = -INFINITY;
+    for (int h = 0; h < 2; h++) {
+        vd d = vd_set((double)top) - vd_load_float(x + h * (EXPACC_LANES / 2));
+        vd u = vd_select((vl)(d < vd_set(INFINITY)), d * scale, vd_set(1e12));
+        u = vd_select((vl)((u < vd_set(held)) | (u >= vd_set(1e12))), u, vd_set(held));
+        half[h] = u + y;
+        vd_store_float(wide + h * (EXPACC_LANES / 2), half[h]);
+    }
+    return vf_load(wide);
+}
+
+/* λ + x for x < 0 (the linear part taken out), to 1e-5. */
+EXPACC_INLINE vf far_excess(vf x) {
+    vf t = vf_max(-x, vf_set(1.0f)), i = 1.0f / t;
+    return vf_select(vf_lt(x, vf_set(-20.0f)), i * (1.0f - i * i * (2.0f - 10.0f * i * i)), vf_hazard(x) + x);
+}
+
+static far_terms far_sum(const float *x, ptrdiff_t n, ptrdiff_t y_class, double y, float top, double scale, double held, int slopes) {
+    far_terms s = {0};
+    for (ptrdiff_t i = 0; i < n; i += EXPACC_LANES) {
+        vd half[2];
+        vf v = far_arguments(x + i, n - i, y_class - i, y, top, scale, held, half), zero = {0};
+        if (!vm_any(vf_lt(v, vf_set(14.0f)))) continue;
+        vf c = vf_max(vf_min(v, vf_set(14.0f)), vf_set(-EXPACC_FAR));
+        vm left = vf_lt(c, zero);
+        for (int h = 0; h < 2; h++) {
+            vd m = vd_select((vl)(half[h] < vd_set(0)), half[h], vd_set(0));
+            s.square += vd_sum(m * m);
+            s.hazard -= vd_sum(m);
+        }
+        vf t = vf_max(-c, zero);
+        vf rest = vf_select(left, vf_log(vf_mills_top(t) / vf_mills_bottom(t)), vf_log_cdf(c));
+        s.rest += vf_sum(vf_where(vf_lt(v, vf_set(14.0f)), rest));
+        if (!slopes) continue;
+        vf l = vf_hazard(c), e = vf_select(left, far_excess(c), l);
+        s.hazard += vf_sum(e);
+        s.bend += vf_sum(vf_max(zero, vf_min(vf_set(1.0f), vf_select(left, (t + e) * e, l * (c + l)))));
+    }
+    return s;
+}
+
+#define FAR_NODES 25
+static void far_row(const expacc_rows *in, ptrdiff_t r, float top, double nearest, double u_scale, double held, int wanted) {
+    const ptrdiff_t n = in->classes, own = in->target[r];
+    const float *x = in->x + r * in->stride;
+    double y = 0.5 * nearest, width = 1; /* left of the mode: Newton climbs monotonically */
+    for (int k = 0; k < 60; k++) {
+        far_terms s = far_sum(x, n, own, y, top, u_scale, held, 1);
+        double move = (s.hazard - (y - nearest)) / (1 + s.bend);
+        width = 1 / sqrt(1 + s.bend);
+        y += move;
+        if (fabs(move) < 0.02 * width) break;
+    }
+    double height[FAR_NODES], at[FAR_NODES], sum = 0, mean = 0, best = -INFINITY;
+    for (int k = 0; k < FAR_NODES; k++) {
+        at[k] = y + (k - FAR_NODES / 2) * 0.5 * width;
+        far_terms s = far_sum(x, n, own, at[k], top, u_scale, held, 0);
+        double z = at[k] - nearest;
+        height[k] = s.rest - 0.5 * (s.square + z * z);
+        best = fmax(best, height[k]);
+    }
+    for (int k = 0; k < FAR_NODES; k++) {
+        height[k] = exp(height[k] - best);
+        sum += height[k], mean += height[k] * (at[k] - y);
+    }
+    double log_p = best + log(sum * 0.5 * width) - 0.9189385332046727;
+    in->log_p[r] = (float)log_p;
+    if (!wanted) return;
+    mean = y + mean / sum;
+    for (int k = 0; k < FAR_NODES; k++) height[k] /= sum;
+    const double scale = in->scale[r], cap = in->cap[r], weight = in->factor[r] * exp(in->power * log_p);
+    const float threshold = cap < INFINITY ? cap_threshold(x[own], scale, cap) : -INFINITY;
+    float *grad = in->grad ? in->grad + r * in->grad_stride : NULL;
+    double all = 0, all_gap = 0, live = 0, live_gap = 0;
+    for (ptrdiff_t i = 0; i < n; i += EXPACC_LANES) {
+        vd half[2];
+        vf v = far_arguments(x + i, n - i, own - i, mean, top, u_scale, held, half), zero = {0}, g = zero;
+        vm near = vf_lt(v, vf_set(14.0f + 8.0f * (float)width));
+        if (vm_all(vf_lt(v, vf_set(-40.0f)))) g = far_excess(v) - v;
+        else if (vm_any(near)) {
+            for (int k = 0; k < FAR_NODES; k++) {
+                float part[EXPACC_LANES];
+                for (int h = 0; h < 2; h++) vd_store_float(part + h * (EXPACC_LANES / 2), half[h] + (at[k] - mean));
+                vf c = vf_max(vf_min(vf_load(part), vf_set(14.0f)), vf_set(-EXPACC_FAR));
+                g += (float)height[k] * vf_select(vf_lt(c, zero), far_excess(c) - c, vf_hazard(c));
+            }
+            g = vf_where(near, g);
+        }
+        for (int k = 0; k < EXPACC_LANES && i + k < n; k++) {
+            double entry = (double)g[k], gap = entry > 0 ? half[k / (EXPACC_LANES / 2)][k % (EXPACC_LANES / 2)] - mean + nearest : 0;
+            int below = x[i + k] > threshold;
+            all += entry, all_gap += entry * gap;
+            if (below) live += entry, live_gap += entry * gap;
+            if (grad) grad[i + k] = below ? (float)(entry * (weight * scale)) : 0.0f;
+        }
+    }
+    if (grad) grad[own] = (float)-(live * (weight * scale));
+    if (in->dot) in->dot[r] = weight * all_gap;
+    if (in->dot_live) in->dot_live[r] = weight * live_gap;
+}
+
+static void row(const expacc_rows *in, ptrdiff_t r, work *w) {
+    const ptrdiff_t n = in->classes;
+    const int64_t y = in->target[r];
+    if (y < 0) { fill_row(in, r, 0, 0); return; }
+    const float *x = in->x + r * in->stride;
+    int finite;
+    const float top = largest(x, n, y, &finite);
+    if (!finite) {
+        int kind = classify(x, n, y);
+        if (kind == BROKEN) { fill_row(in, r, NAN, NAN); return; }
+        if (kind == LOST) { fill_row(in, r, -INFINITY, 0); return; }
+        if (kind == WON) { fill_row(in, r, 0, 0); return; }
+        if (kind == LEVEL) { fill_row(in, r, (float)-log((double)n), 0); return; }
+    }
+    const double scale = in->scale[r], cap = in->cap[r], own = x[y];
+    const double gap = (own - (double)top) * scale, nearest = fmin(gap, cap);
+    if (nearest > CERTAIN) { fill_row(in, r, 0, 0); return; }
+    /* All gaps relative to the nearest; where the nearest is capped, so is everybody. */
+    const double held = cap - nearest, u_scale = gap < cap ? scale : 0.0;
+
+    const int wanted = in->grad || in->dot || in->dot_live;
+    compressed c = {w, 0, 0, 0};
+    if (nearest < -250) { far_row(in, r, top, nearest, u_scale, held, wanted); return; }
+    double low = 0.5 * nearest - 4.4;
+    int first = (int)floor((low - 0.5 - TABLE_LOW) * UNIT), a = nearest >= -10 ? 4 : 5;
+    if (first < 0) first = 0;
+    if (n <= LISTED) list_row(&c, x, n, y, top, u_scale, held);
+    else bin_row(&c, x, n, y, top, u_scale, reach(fmax(low, TABLE_LOW), (double)n), held);
+    support s = look(&c, nearest, first, a);
+    if (s.outside) { far_row(in, r, top, nearest, u_scale, held, wanted); return; }
+    integrals v = integrate(&c, nearest, &s, (double)n, wanted);
+    in->log_p[r] = (float)v.log_p;
+    if (!wanted) return;
+
+    double weight = in->factor[r] * (double)exp_one((float)(in->power * v.log_p)) * v.slope;
+    const float width = (float)(1 << v.layout) / UNIT;
+    slope_rule rule = {top, (float)(u_scale / width), (float)fmin(held / width, 1e6), (float)v.pieces,
+                       (float)(weight * scale), -INFINITY, cap < INFINITY};
+    if (rule.capped) rule.threshold = cap_threshold(own, scale, cap);
+    float *grad = in->grad ? in->grad + r * in->grad_stride : NULL;
+    int dots = in->dot || in->dot_live;
+    slope_sums sums = rule.capped ? (dots ? slopes_of(w, &rule, x, grad, n, y, 1, 1) : slopes_of(w, &rule, x, grad, n, y, 1, 0))
+                                  : (dots ? slopes_of(w, &rule, x, grad, n, y, 0, 1) : slopes_of(w, &rule, x, grad, n, y, 0, 0));
+    if (grad) grad[y] = (float)-(sums.live * (weight * scale));
+    if (in->dot) in->dot[r] = weight * (nearest * sums.all + width * sums.all_gap);
+    if (in->dot_live) in->dot_live[r] = weight * (nearest * sums.live + width * sums.live_gap);
+}
+
+size_t EXPACC_NAME(expacc_binned_scratch)(ptrdiff_t classes) {
+    (void)classes;
+    return sizeof(work);
+}
+
+void EXPACC_NAME(expacc_binned)(const expacc_rows *in, void *scratch) {
+    for (ptrdiff_t r = 0; r < in->rows; r++) row(in, r, scratch);
+}
