@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The dispatcher's state outside any operator, as it is while this module is imported.
+_EAGER = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+
 
 def make_opaque(name: str, function: Callable[..., Tensor], *, keeps_classes: bool) -> Callable[..., Tensor]:
     """Register ``function(x, nodes, drop)`` as the operator ``expacc::name`` with its vector-Jacobian product.
@@ -30,7 +33,8 @@ def make_opaque(name: str, function: Callable[..., Tensor], *, keeps_classes: bo
 
     @torch.library.custom_op(f"expacc::{name}_vjp", mutates_args=())
     def vjp(grad: Tensor, x: Tensor, nodes: int, drop: float) -> Tensor:
-        with torch.enable_grad():
+        # An operator's body runs below autograd; lifting that for the block is what makes it differentiable here.
+        with torch._C._ForceDispatchKeyGuard(*_EAGER), torch.enable_grad():
             x = x.detach().requires_grad_()
             return torch.autograd.grad(function(x, nodes, drop), x, grad)[0]
 
