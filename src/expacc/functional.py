@@ -101,6 +101,8 @@ def exact_loss(
         logits = logits.float()  # as autocast does for cross_entropy
     call = Call(backend, soft or label_smoothing > 0, sampled, nodes, data_group is not None)
     if choose_path(logits, target, call) == "cpu":
+        note_path("cpu")
+        note_path("cpu")
         door = cpu.loss_op if torch.compiler.is_compiling() else cpu.loss
         return door(
             logits, target, _as_scalar(sigma), _as_scalar(power), margin=margin, noise=noise, normalize=normalize,
@@ -312,7 +314,8 @@ def _soft_loss(x, target, sigma, power, noise, nodes, weight, smoothing, soft, d
         scale = torch.ones_like(log_p[..., 0])  # the mean over probabilities divides by the number of samples
     else:
         scale = torch.ones_like(log_p[..., 0]) if weight is None else weight[target]
-        target = torch.nn.functional.one_hot(target, classes).to(log_p.dtype)
+        # Not one_hot: it looks at the values, which waits for a GPU and which vmap refuses.
+        target = (torch.arange(classes, device=target.device) == target.unsqueeze(-1)).to(log_p.dtype)
     t = (1.0 - smoothing) * target + smoothing / classes
     # 0·inf: a class of probability 0 contributes 0 whatever its score.
     log_p = torch.where((t == 0) & torch.isneginf(log_p), torch.zeros_like(log_p), log_p)
