@@ -64,6 +64,12 @@ def under_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+@torch.compiler.assume_constant_result
+def _missing() -> str:
+    """Return why there is no native kernel; "" where there is one. Looking for its file would break a graph."""
+    return cpu.unavailable_reason()
+
+
 def _obstacle(logits: Tensor, target: Tensor, call: Call) -> str:
     """Return why the native kernel cannot take this call; "" where it can."""
     if call.soft:
@@ -80,9 +86,7 @@ def _obstacle(logits: Tensor, target: Tensor, call: Call) -> str:
         return "it takes dense tensors"
     if not torch.compiler.is_compiling() and under_transform():
         return "function transforms and forward-mode AD go through the reference"
-    if not cpu.available():
-        return cpu.unavailable_reason()
-    return ""
+    return _missing()
 
 
 def choose_path(logits: Tensor, target: Tensor, call: Call) -> Path:
@@ -99,10 +103,10 @@ def choose_path(logits: Tensor, target: Tensor, call: Call) -> Path:
         return "cpu"
     if call.backend == "cpu":
         raise RuntimeError(f"backend='cpu' cannot take this call: {obstacle}. Write backend='auto'.")
-    if not _told and not cpu.available() and logits.device.type == "cpu" and not torch.compiler.is_compiling():
+    if not _told and not torch.compiler.is_compiling() and logits.device.type == "cpu" and _missing():
         _told = True
         warnings.warn(
-            f"expacc's native CPU kernel is missing ({cpu.unavailable_reason()}): the results are the same, "
+            f"expacc's native CPU kernel is missing ({_missing()}): the results are the same, "
             "from the reference, but slower.",
             RuntimeWarning,
             stacklevel=3,
