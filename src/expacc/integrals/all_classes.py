@@ -14,6 +14,7 @@ its own over the union of its classes' supports; log F at those nodes is shared 
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from expacc.integrals.normal import LOG_SQRT_TWO_PI, hazard, log_cdf
 from expacc.integrals.opaque import make_opaque
@@ -74,7 +75,7 @@ def log_win_probabilities(u: Tensor, rule: Rule) -> Tensor:
     r"""Return log P_k of every class, each to full relative accuracy.
 
     Cost: O(C·nodes) for every bucket of width 8σ that holds a class; the number of buckets is read from the data.
-    Where it cannot be read (under vmap) every class is a bucket, O(C²·nodes).
+    Where it cannot be read (under vmap or forward mode) every class is a bucket, O(C²·nodes).
 
     Args:
         u: scores in units of sigma, (..., C), float64. -inf: the class takes no part, log P = -inf with gradient 0.
@@ -97,8 +98,9 @@ def log_win_probabilities(u: Tensor, rule: Rule) -> Tensor:
         safe = torch.where(takes_part, m, 0.0)
         bucket = torch.div(safe, _BUCKET, rounding_mode="floor")
         identity = torch.arange(classes, dtype=m.dtype, device=m.device).expand_as(bucket)
-        # The stack of functorch transforms has no public accessor.
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        # Neither the stack of functorch transforms nor the level of dual numbers has a public accessor; torch.unique
+        # has no forward mode, and no_grad does not end it.
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             bucket, labels = identity, range(classes)
         else:
             labels = torch.unique(bucket[takes_part & ~mine & ~torch.isnan(bucket)]).tolist()
