@@ -1,0 +1,63 @@
+"""The package as a newcomer meets it: what importing it loads, its public names, the README's words and snippets."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import expacc
+
+CHECKOUT = Path(__file__).parents[1]
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_the_package_loads_no_torch():
+    assert python("import sys, expacc, expacc.cli; print('torch' in sys.modules)").strip() == "False"
+
+
+@pytest.mark.parametrize("heavy", ["sklearn", "matplotlib", "optuna", "scipy", "pandas", "rich"])
+def test_the_core_loads_no_extra(heavy):
+    assert python(f"import sys; from expacc import ExactLoss; print({heavy!r} in sys.modules)").strip() == "False"
+
+
+@pytest.mark.parametrize("name", expacc.__all__)
+def test_every_public_name_is_there_and_documented(name):
+    assert getattr(expacc, name).__doc__
+    assert name in dir(expacc)
+
+
+def test_an_unknown_name_says_which_there_are():
+    with pytest.raises(AttributeError, match="has no attribute 'ExpectedLoss'; it has ExactLoss, argmax_probabilities"):
+        expacc.ExpectedLoss  # noqa: B018
+
+
+def test_the_readme_snippet_trains():
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    accuracy = float(re.fullmatch(r"tensor\((.*)\)", python(snippet).strip())[1])  # type: ignore[index]
+    assert accuracy > 0.97
+
+
+def test_ten_lines_are_about_ten():
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in snippet.splitlines() if line.strip() and "import" not in line]) <= 10
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", README))
+def test_every_link_of_the_readme_leads_somewhere(link):
+    assert (CHECKOUT / link).exists()
+
+
+def test_constraints_satisfy_the_metadata():
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = (CHECKOUT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    named = {re.split(r"[\[><=]", want)[0] for want in wanted} - {"expacc"}
+    assert named <= set(pinned)
