@@ -102,7 +102,6 @@ def exact_loss(
     call = Call(backend, soft or label_smoothing > 0, sampled, nodes, data_group is not None)
     if choose_path(logits, target, call) == "cpu":
         note_path("cpu")
-        note_path("cpu")
         door = cpu.loss_op if torch.compiler.is_compiling() else cpu.loss
         return door(
             logits, target, _as_scalar(sigma), _as_scalar(power), margin=margin, noise=noise, normalize=normalize,
