@@ -44,8 +44,9 @@ __attribute__((constructor)) static void fill(void) {
             bend = -r / (f - x);
         }
         value[0] = r, value[1] = bend, value[2] = -bend * (x + r) - r * (1.0 + bend);
-        for (int a = 0; a < TABLE_LAYOUTS; a++)
-            for (int d = 0; d < 3; d++) expacc_tables.hazard[a][d][TABLE_AT(i, a)] = flushed(value[d]);
+        for (int a = 0; a < 2; a++)
+            for (int d = 0; d < 3; d++)
+                expacc_tables.hazard[a][d][table_at(i, a ? TABLE_ONE : TABLE_HALF)] = flushed(value[d]);
         for (int w = 0; w < 3; w++) {
             double width = 1.0 / (8 << w), t = 0.5 * TAU;
             double up = log_cdf(x + t * width), down = log_cdf(x - t * width), c[4];
@@ -54,7 +55,7 @@ __attribute__((constructor)) static void fill(void) {
             c[2] = (0.5 * (up + down) - f0) / (t * t);
             c[3] = (0.5 * (up - down) - c[1] * t) / (t * t * t);
             for (int a = 0; a < TABLE_LAYOUTS; a++)
-                for (int k = 0; k < 4; k++) expacc_tables.cdf[w][a][k][TABLE_AT(i, a)] = flushed(c[k]);
+                for (int k = 0; k < 4; k++) expacc_tables.cdf[w][a][k][table_at(i, a)] = flushed(c[k]);
         }
     }
 }
