@@ -7,7 +7,6 @@ A row is one measured cell with its keys spelled out. A record names no host and
 
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import secrets
@@ -15,30 +14,21 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 ROW_KEYS = ("method", "metric", "value")  # what no cell can do without; every other key is the study's own
-PACKAGE = Path(__file__).resolve().parents[1]
-CHECKOUT = PACKAGE.parents[1]
-# Recorded where they were imported: anything that can have moved a number.
+CHECKOUT = Path(__file__).resolve().parents[3]
+# Recorded where they were imported: anything that can have moved a number. The name to import, then that of the wheel.
 DISTRIBUTIONS = {
-    "torch": "torch",
-    "numpy": "numpy",
-    "scipy": "scipy",
-    "sklearn": "scikit-learn",
-    "numba": "numba",
-    "triton": "triton",
-    "pandas": "pandas",
-    "optuna": "optuna",
-    "torchvision": "torchvision",
-    "kornia": "kornia",
-    "matplotlib": "matplotlib",
-    "mpmath": "mpmath",
-    "flint": "python-flint",
-}
+    name: {"sklearn": "scikit-learn", "flint": "python-flint"}.get(name, name)
+    for name in (
+        "torch", "numpy", "scipy", "sklearn", "numba", "triton", "pandas", "optuna", "torchvision", "kornia",
+        "matplotlib", "mpmath", "flint",
+    )
+}  # fmt: skip
 
 
 class RecordError(ValueError):
@@ -59,8 +49,8 @@ class Record:
 
     >>> record = Record("two is even", "count 2", "0.1.0", {"python": "3.11"}, {"cores": 1})
     >>> record.add(method="division", metric="remainder", value=0)
-    >>> record.rows
-    [{'method': 'division', 'metric': 'remainder', 'value': 0}]
+    >>> record.value(metric="remainder")
+    0
     """
 
     claim: str
@@ -90,18 +80,21 @@ class Record:
             raise KeyError(f"{len(found)} rows have {keys}; name keys that only one row has")
         return found[0]["value"]
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the record as JSON, a line per row, so that the file at ``path`` is whole at every moment.
+    def text(self) -> str:
+        """Return the record as JSON with a line per row, so that a changed number is one changed line.
 
         Raises:
-            RecordError: where a field or a row is not what a record holds; the old file stays.
-            OSError: where the disk refuses; the old file stays.
+            RecordError: where a field or a row is not what a record holds.
         """
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        _check_fields(fields, "the record")
-        rows = ",\n".join("    " + _dump(row) for row in fields.pop("rows"))
-        head = "".join(f"  {_dump(name)}: {_dump(value)},\n" for name, value in fields.items())
-        write_atomically(path, f'{{\n{head}  "rows": [\n{rows}\n  ]\n}}\n'.encode())
+        held = {name: getattr(self, name) for name in FIELDS}
+        _check_fields(held, "the record")
+        rows = ",\n".join("    " + _dump(row) for row in held.pop("rows"))
+        head = "".join(f"  {_dump(name)}: {_dump(value)},\n" for name, value in held.items())
+        return f'{{\n{head}  "rows": [\n{rows}\n  ]\n}}\n'
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the text; the file at ``path`` is whole at every moment (see ``write_atomically``)."""
+        write_atomically(path, self.text().encode())
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Record":
@@ -113,11 +106,14 @@ class Record:
         """
         name = Path(path).name
         try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+            held = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:  # JSON and UTF-8 errors alike
             raise RecordError(f"{name} is not a record: {error}; was it cut short or edited?") from error
-        _check_fields(fields, name)
-        return cls(**fields)
+        _check_fields(held, name)
+        return cls(**held)
+
+
+FIELDS = tuple(each.name for each in fields(Record))
 
 
 def begin_record(claim: str, command: str | Sequence[str]) -> Record:
@@ -125,28 +121,12 @@ def begin_record(claim: str, command: str | Sequence[str]) -> Record:
 
     Args:
         claim: one sentence.
-        command: as text, or as the arguments the user typed, without the program's own path.
+        command: as text, or as the words the user typed; of a word that is an absolute path only the last part is
+            kept, because a record must not tell where somebody keeps their files.
     """
     if not isinstance(command, str):
-        command = shlex.join(without_paths(command))
+        command = shlex.join(Path(word).name if os.path.isabs(word) else word for word in command)
     return Record(claim, command, find_commit(), find_versions(), find_hardware())
-
-
-def without_paths(arguments: Sequence[str]) -> list[str]:
-    """Cut absolute paths down to their last part: a record must not tell where somebody keeps their files.
-
-    >>> without_paths(["study", "toy", "--out", "/home/ada/toy", "--seed=3"])
-    ['study', 'toy', '--out', 'toy', '--seed=3']
-    """
-    return [_last_part(argument) for argument in arguments]
-
-
-def _last_part(argument: str) -> str:
-    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
-    for kind in (PurePosixPath, PureWindowsPath):
-        if kind(value).is_absolute():
-            value = kind(value).name or "."
-    return option + equals + value
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
@@ -154,6 +134,9 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
     Temporary file in the same folder, synced, renamed over the target, then the folder synced: without the last
     step a power cut may forget the rename. A killed run leaves at most a hidden ``.tmp`` file.
+
+    Raises:
+        OSError: where the disk refuses; the old file stays.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -193,20 +176,13 @@ def find_commit() -> str:
     Only what can move a number makes it dirty: the record being written must not.
     """
     # A virtual environment may lie inside somebody else's repository: ask whether this very file is tracked.
-    if _git("ls-files", "--error-unmatch", str(Path(__file__).resolve())) is None:
+    if _output("git", "ls-files", "--error-unmatch", __file__) is None or not (
+        head := _output("git", "rev-parse", "HEAD")
+    ):
         return find_version()
-    head = _git("rev-parse", "HEAD")
-    if head is None:
-        return find_version()
-    return head + ("-dirty" if _git("status", "--porcelain", "--", "src", "benchmarks", "pyproject.toml") else "")
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=CHECKOUT, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return head + (
+        "-dirty" if _output("git", "status", "--porcelain", "--", "src", "benchmarks", "pyproject.toml") else ""
+    )
 
 
 def find_versions() -> dict[str, str]:
@@ -222,7 +198,7 @@ def find_versions() -> dict[str, str]:
 
 
 def find_hardware() -> dict[str, Any]:
-    """Return processor, cores (those this process may use), memory in GiB, threads and accelerator; no names of hosts."""
+    """Return processor, cores (those this process may use), memory in GiB, threads and accelerator, not the host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     hardware: dict[str, Any] = {
         "processor": _processor(),
@@ -244,17 +220,13 @@ def find_hardware() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        if sys.platform == "darwin":
-            asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            return subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.strip() or "unknown"
-        if sys.platform == "linux":
-            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except (OSError, subprocess.TimeoutExpired):
-        pass
-    return platform.processor() or platform.machine() or "unknown"
+    name = None
+    if sys.platform == "darwin":
+        name = _output("sysctl", "-n", "machdep.cpu.brand_string")
+    elif sys.platform == "linux":
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return name or platform.processor() or platform.machine() or "unknown"
 
 
 def _memory_gib() -> float | None:
@@ -264,50 +236,35 @@ def _memory_gib() -> float | None:
         return None
 
 
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
 def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _refuse_constant(constant: str) -> Any:
-    raise RecordError(f"it holds {constant}, which JSON does not have")
-
-
-def _check_fields(fields: Any, name: str) -> None:
-    kinds = {"claim": str, "command": str, "commit": str, "versions": dict, "hardware": dict, "rows": list}
-    if not isinstance(fields, dict):
-        raise RecordError(f"{name} must be a JSON object, not {type(fields).__name__}")
-    if wrong := sorted(set(kinds) ^ set(fields)):
-        missing = [key for key in wrong if key in kinds]
-        unknown = [key for key in wrong if key not in kinds]
-        says = [f"{what} {', '.join(keys)}" for what, keys in (("lacks", missing), ("has unknown", unknown)) if keys]
-        raise RecordError(f"{name} {' and '.join(says)}; a record has exactly {', '.join(kinds)}")
-    for key, kind in kinds.items():
-        if not isinstance(fields[key], kind):
-            raise RecordError(f"{name}: {key} must be {kind.__name__}, not {type(fields[key]).__name__}")
-    _check_value(fields["versions"], f"{name}: versions")
-    _check_value(fields["hardware"], f"{name}: hardware")
-    for index, row in enumerate(fields["rows"]):
+def _check_fields(held: Any, name: str) -> None:
+    if not isinstance(held, dict) or set(held) != set(FIELDS):
+        found = ", ".join(held) if isinstance(held, dict) else type(held).__name__
+        raise RecordError(f"{name} holds {found}; a record has exactly {', '.join(FIELDS)}")
+    for key, kind in zip(FIELDS, (str, str, str, dict, dict, list), strict=True):
+        if not isinstance(held[key], kind):
+            raise RecordError(f"{name}: {key} must be {kind.__name__}, not {type(held[key]).__name__}")
+    for index, row in enumerate(held["rows"]):
         _check_row(row, f"{name}: rows[{index}]")
 
 
 def _check_row(row: Any, name: str) -> None:
-    if not isinstance(row, dict):
-        raise RecordError(f"{name} must be an object, not {type(row).__name__}")
-    if missing := [key for key in ROW_KEYS if key not in row]:
+    if missing := [key for key in ROW_KEYS if not isinstance(row, dict) or key not in row]:
         raise RecordError(f"{name} lacks {', '.join(missing)}: every cell says its {', '.join(ROW_KEYS)}")
-    _check_value(row, name)
-
-
-def _check_value(value: Any, name: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RecordError(f"{name} is {value}, which JSON cannot hold; put None, and the reason in a key of its own")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise RecordError(f"{name} has the key {key!r}; keys must be text")
-            _check_value(item, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _check_value(item, f"{name}[{index}]")
-    elif not isinstance(value, str | int | float | bool | None):
-        raise RecordError(f"{name} is a {type(value).__name__}; put a number, text, None or a list of them")
+    try:
+        _dump(row)
+    except (TypeError, ValueError) as error:  # a tensor; NaN
+        raise RecordError(
+            f"{name} cannot be written as JSON: {error}; put numbers, text, lists, or None with the reason beside it"
+        ) from error

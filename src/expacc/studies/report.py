@@ -1,6 +1,7 @@
 """Tables and figures in one style: rich for the terminal, matplotlib for PNG and SVG, both imported when used."""
 
 import io
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
+PIPE_WIDTH = 120
 
 # Okabe and Ito's palette, told apart with every common colour blindness; a figure also varies dashes or markers,
 # because a printout may be grey.
@@ -25,7 +27,7 @@ COLORS = {
     "faint": "#8A8A8A",
 }
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # matplotlib's own type for it is a list of every key there is
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same glyphs, hence the same bytes, everywhere
     "font.size": 11,
     "axes.titlesize": 12,
@@ -44,6 +46,7 @@ STYLE: dict[str, Any] = {
     "legend.fontsize": 10,
     "lines.linewidth": 2.0,
     "figure.facecolor": "white",
+    "figure.constrained_layout.w_pad": 0.1,
     "savefig.dpi": 160,
     "svg.hashsalt": "expacc",  # the ids inside an SVG are random without it
     "svg.fonttype": "path",
@@ -72,7 +75,8 @@ def print_table(table: Table, console: Any = None) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    console = console or Console()
+    # A pipe or a file has no width: rich would take 80 columns and break the cells of a wider table.
+    console = console or Console(width=None if sys.stdout and sys.stdout.isatty() else PIPE_WIDTH)
     # Text, not markup: "[0.75, 1]" is an interval and not a style.
     drawn = RichTable(
         title=Text(table.title, style="bold"), title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD
@@ -103,7 +107,7 @@ def render_table(table: Table, width: int = 110) -> str:
 
 
 def track(sequence: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate with a progress bar and the time left on stderr; it goes away at the end, and is silent off a terminal."""
+    """Iterate with a progress bar and the time left on stderr, gone at the end; off a terminal, silently."""
     from rich.console import Console
     from rich.progress import track as rich_track
 
