@@ -22,9 +22,9 @@ NATIVE = Path(__file__).parent / "native"
 LIBRARY = {"win32": "_native.dll", "darwin": "_native.dylib"}.get(sys.platform, "_native.so")
 
 # Compiled once per variant; the rest once.
-_VARIED = tuple(n for n in ("driver.c", "direct.c", "gumbel.c", "binned.c") if (NATIVE / n).exists())
+_VARIED = ("driver.c", "direct.c", "gumbel.c", "binned.c")
 # -ffp-contract=fast: a*b + c in one instruction. Nothing here is as loose as -ffast-math: NaN and inf are handled.
-_FLAGS = ("-DEXPACC_NO_BINNED", "-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
           "-fno-trapping-math", "-fno-sanitize=undefined", "-Wno-psabi")  # fmt: skip
 
 
@@ -48,10 +48,10 @@ _OTHER = (Variant("baseline", None),)
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of a C compiler: $CC, one on the path, or the ziglang wheel's; None: there is none."""
+    """Return the command of a C compiler: $CC if it is there, one on the path, the ziglang wheel's; None: none."""
     named = shlex.split(os.environ.get("CC", ""))
-    if named:
-        return named if shutil.which(named[0]) else None
+    if named and shutil.which(named[0]):
+        return named
     for name in ("cc", "gcc", "clang"):
         if found := shutil.which(name):
             return [found]
@@ -68,8 +68,7 @@ def build(target: Path, compiler: list[str] | None = None) -> list[str]:
     """
     compiler = compiler or find_compiler()
     if compiler is None:
-        wanted = os.environ.get("CC")
-        raise BuildError(f"CC={wanted} is not there" if wanted else "there is no C compiler (cc, gcc, clang or ziglang)")
+        raise BuildError("there is no C compiler: $CC, cc, gcc, clang or the ziglang wheel")
     zig = "ziglang" in compiler or Path(compiler[0]).stem == "zig"
     variants = _X86 if platform.machine().lower() in ("x86_64", "amd64") else _OTHER
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
