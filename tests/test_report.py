@@ -20,8 +20,10 @@ def test_a_table_keeps_brackets_and_its_note() -> None:
 
 
 @pytest.mark.parametrize("width", [30, 20, 12], ids=str)
-def test_a_narrow_table_stays_within_its_width(width: int) -> None:
-    assert max(map(len, render_table(TABLE, width=width).splitlines())) <= width
+def test_a_narrow_table_stays_within_its_width_and_cuts_nothing_off(width: int) -> None:
+    text = render_table(TABLE, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
 def test_a_table_goes_to_stdout_whole_where_that_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,6 +216,14 @@ def test_out_that_is_a_file_is_refused_before_any_work(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_out_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # not chmod: root may write everywhere
+    monkeypatch.setattr(toy, "solve", None)
+    with pytest.raises(PermissionError, match="no permission to write there") as raised:
+        toy.run(tmp_path, seed=0, json=False)
+    assert raised.value.filename == str(tmp_path)
+
+
 def test_an_interrupt_before_the_end_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> list[Path]:
         raise KeyboardInterrupt

@@ -83,7 +83,7 @@ def print_table(table: Table, console: Any = None) -> None:
     )
     drawn.caption = Text(table.note) if table.note else None
     for index, name in enumerate(table.columns):
-        drawn.add_column(Text(name), justify="right" if index else "left", no_wrap=index == 0)
+        drawn.add_column(Text(name), justify="right" if index else "left", overflow="fold")
     for row in table.rows:
         drawn.add_row(*(Text(cell) for cell in row))
     console.print(drawn)
