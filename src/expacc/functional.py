@@ -99,7 +99,8 @@ def exact_loss(
         _checks.check_sampled(integrator, noise, soft or label_smoothing > 0)
     if logits.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(logits.device.type):
         logits = logits.float()  # as autocast does for cross_entropy
-    call = Call(backend, soft or label_smoothing > 0, sampled, nodes, data_group is not None)
+    learned = any(isinstance(v, Tensor) and v.requires_grad for v in (power, weight)) and torch.is_grad_enabled()
+    call = Call(backend, soft or label_smoothing > 0, sampled, nodes, data_group is not None, learned)
     if choose_path(logits, target, call) == "cpu":
         note_path("cpu")
         door = cpu.loss_op if torch.compiler.is_compiling() else cpu.loss

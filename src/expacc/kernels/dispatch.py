@@ -30,6 +30,7 @@ class Call(NamedTuple):
     sampled: bool
     nodes: int | str
     grouped: bool
+    learned: bool  # power or weight wants a gradient
 
 
 @contextmanager
@@ -80,6 +81,8 @@ def _obstacle(logits: Tensor, target: Tensor, call: Call) -> str:
         return f"nodes={call.nodes} needs the reference: the kernel chooses its own"
     if call.grouped:
         return "data_group needs the reference"
+    if call.learned:
+        return "the gradient of power or weight needs the reference"
     if logits.device.type != "cpu" or logits.dtype not in _DTYPES:
         return f"it takes CPU tensors of {', '.join(map(str, _DTYPES))}, not {logits.dtype} on {logits.device.type}"
     if logits.is_sparse or logits.is_quantized:
