@@ -7,6 +7,7 @@ from torch import Tensor
 
 NORMALIZE_EPS = 1e-5  # inside the root, as in torch's BatchNorm: tiny logits are not blown up, constant ones stay finite
 _SERIES = 1e-3  # below it 1 + x/2 + x²/6 + x³/24 + x⁴/120 is exact to 1e-18
+_FAR = -0.5  # below it exp(x) - 1 is as exact as expm1(x)
 
 
 def normalize_scores(x: Tensor, valid: Tensor, group: Any = None) -> Tensor:
@@ -82,16 +83,20 @@ def power_loss(log_p: Tensor, power: Tensor | float) -> Tensor:
     >>> [round(power_loss(p, q).item(), 9) for q in (1, 1e-300, 0, -1)]
     [0.75, 1.386294361, 1.386294361, 3.0]
     """
-    power = torch.as_tensor(power, dtype=log_p.dtype)
-    if power.device != log_p.device and power.ndim == 0 and power.device.type != "cpu":
-        power = power.to(log_p.device)
+    # A sum, not a move: a 0-dim q on the CPU would make the host wait for the device.
+    power = torch.zeros_like(log_p) + power
     lost = torch.isneginf(log_p)
     finite = torch.where(lost, torch.zeros_like(log_p), log_p)
     x = power * finite
     small = x.abs() < _SERIES
     series = 1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5)))
-    other = torch.where(small, torch.ones_like(x), x)
-    loss = (0.0 - finite) * torch.where(small, series, torch.expm1(other) / other)
+    # ∂ℓ/∂log P = -P^q to full relative accuracy. torch differentiates expm1 as its result + 1, which rounds a P^q of
+    # 1e-20 to 0, and exp as itself; so exp where nothing cancels in the value, expm1 between.
+    far = x < _FAR
+    inner = torch.expm1(torch.where(small | far, torch.ones_like(x), x))
+    outer = torch.exp(torch.where(far, x, torch.zeros_like(x))) - 1.0
+    divisor = torch.where(small, torch.ones_like(power), power)
+    loss = torch.where(small, (0.0 - finite) * series, (0.0 - torch.where(far, outer, inner)) / divisor)
     positive = power > 0
     ceiling = torch.where(positive, 1.0 / torch.where(positive, power, torch.ones_like(power)), torch.inf)
-    return torch.where(lost, ceiling.to(log_p.device), loss)
+    return torch.where(lost, ceiling, loss)
