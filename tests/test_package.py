@@ -41,7 +41,7 @@ def test_an_unknown_name_says_which_there_are():
 def test_the_readme_snippet_trains():
     (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     accuracy = float(re.fullmatch(r"tensor\((.*)\)", python(snippet).strip())[1])  # type: ignore[index]
-    assert accuracy > 0.97
+    assert accuracy > 0.9
 
 
 def test_ten_lines_are_about_ten():
