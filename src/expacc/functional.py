@@ -78,7 +78,7 @@ def exact_loss(
 
     >>> logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     >>> exact_loss(logits, torch.tensor([0, 2]), power=1, normalize=False)
-    tensor([0.1380, 0.6667])
+    tensor([0.1342, 0.6667])
     """
     _checks.check_logits(logits)
     soft = _checks.check_target(logits, target, ignore_index)
@@ -183,7 +183,7 @@ def log_expected_accuracy(
         Tensor of the samples' shape, ≤ 0. A sample whose target is -100 gives 0.
 
     >>> log_expected_accuracy(torch.tensor([[0.0, 100.0]]), torch.tensor([0]))
-    tensor([-2504.8445])
+    tensor([-2505.1777])
     """
     return -_per_sample(logits, target, sigma, 0.0, margin, noise, nodes, backend)
 
@@ -211,7 +211,11 @@ def expected_accuracy(
     >>> expected_accuracy(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
     tensor([0.7602])
     """
-    return torch.exp(log_expected_accuracy(logits, target, sigma, margin=margin, noise=noise, nodes=nodes, backend=backend))
+    # The exponential of a log P that was rounded to half precision would be off by |log P|/256.
+    half = isinstance(logits, Tensor) and logits.dtype in (torch.bfloat16, torch.float16)
+    wide = logits.float() if half else logits
+    p = torch.exp(log_expected_accuracy(wide, target, sigma, margin=margin, noise=noise, nodes=nodes, backend=backend))
+    return p.to(logits.dtype) if half and not torch.is_autocast_enabled(logits.device.type) else p
 
 
 def argmax_probabilities(

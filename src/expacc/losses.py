@@ -60,7 +60,7 @@ class ExactLoss(nn.Module):
     >>> value = loss(logits, torch.tensor([0, 1]))
     >>> value.backward()
     >>> value
-    tensor(0.5016, grad_fn=<...>)
+    tensor(0.3197, grad_fn=<...>)
     """
 
     sigma: Tensor
@@ -116,11 +116,13 @@ class ExactLoss(nn.Module):
 
     def forward(self, logits: Tensor, target: Tensor, sigma: Tensor | None = None) -> Tensor:
         """Return the loss; `sigma`, one value per sample, replaces the module's own for this call."""
+        _checks.check_logits(logits)
         if sigma is None:
             sigma = self.sigma
             if logits.is_cuda and not sigma.is_cuda:
                 _refuse_capture()
-        if self.normalize and not self._warned and not torch.compiler.is_compiling() and logits.numel() <= 2:
+        single = logits.numel() == 2 and _checks.class_count(logits) == 2 and self.data_group is None
+        if single and self.normalize and not self._warned and not torch.compiler.is_compiling():
             self._warned = True
             warnings.warn(
                 "normalize=True has nothing to normalise by in a single sample of two classes: its gradient is 0. "
@@ -150,7 +152,12 @@ class ExactLoss(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Let ``loss.sigma = 2.0`` move the value in place, where a captured graph and a compiled loss see it."""
-        if name in _STATE and name in self.__dict__.get("_buffers", ()) and not isinstance(value, Tensor):
+        if name in _STATE and name in self.__dict__.get("_buffers", ()):
+            if isinstance(value, nn.Parameter):
+                raise TypeError(
+                    f"{name} is state that a schedule moves, not a parameter: to learn it, hand it over, "
+                    "loss(logits, target, sigma) or exact_loss(logits, target, sigma, power=power)."
+                )
             self._buffers[name].copy_(_checks.as_state(name, value, positive=name == "sigma"))
         else:
             super().__setattr__(name, value)
@@ -172,10 +179,18 @@ class ExactLoss(nn.Module):
             shown.append(f"noise={self.noise!r}")
         if self.integrator != "quadrature":
             shown.append(f"integrator={self.integrator!r}, samples={self.samples}")
+        if self.weight is not None:
+            shown.append(f"weight of {len(self.weight)} classes")
+        if self.ignore_index != -100:
+            shown.append(f"ignore_index={self.ignore_index}")
         if self.label_smoothing:
             shown.append(f"label_smoothing={self.label_smoothing:g}")
         if self.reduction != "mean":
             shown.append(f"reduction={self.reduction!r}")
+        if self.nodes != "auto":
+            shown.append(f"nodes={self.nodes}")
+        if self.backend != "auto":
+            shown.append(f"backend={self.backend!r}")
         return ", ".join(shown)
 
 

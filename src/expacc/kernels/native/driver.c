@@ -219,8 +219,8 @@ static void measure_worker(void *data) {
 /* ---- rows ---- */
 
 /* (exp(x) - 1)/x, to a few ulp; 1 at 0. Branchless, so that a loop over rows becomes vectors. */
-static inline double relative_expm1(double x) {
-    x = x < -745.0 ? -745.0 : x > 709.0 ? 709.0 : x;
+static inline double relative_expm1(double whole) {
+    double x = whole < -745.0 ? -745.0 : whole > 709.0 ? 709.0 : whole;
     double shifted = x * 1.4426950408889634 + 6755399441055744.0;
     double n = shifted - 6755399441055744.0;
     double r = x - n * 0.693147180369123816490;
@@ -246,7 +246,7 @@ static inline double relative_expm1(double x) {
     two = n < -1022.0 ? 0.0 : two;
     double all = two * (p * r) + (two - 1.0);
     /* p = expm1(r)/r; where n = 0 it is the answer, also at 0 */
-    return n == 0.0 ? p : all / x;
+    return n == 0.0 ? p : all / whole; /* not / x: far left it is -1/whole */
 }
 
 static inline double sigma_of(const expacc_request *in, int64_t row) {
