@@ -56,6 +56,11 @@ def spawn_generator(seed: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+def draw_normals(shape: tuple[int, ...], generator: torch.Generator, *, like: Tensor) -> Tensor:
+    """Draw independent standard normal numbers on the generator's device, in the dtype and on the device of `like`."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
+
+
 def draw_uniforms(
     steps: int, rows: int, samples: int, generator: torch.Generator, sequence: Sequence, *, like: Tensor
 ) -> Tensor:

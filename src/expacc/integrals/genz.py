@@ -18,8 +18,12 @@ float64), and then the sample's product is under `tiny` whatever comes after. No
 A coordinate with mean +inf is certain (factor 1, gradient 0), one with −inf makes P = 0, a NaN stays in its row.
 A product under `tiny` is 0: for log P of hopeless rows use quadrature, or float64 here.
 
+Speed: the gradient takes 13 ns (float32) to 15 ns (float64) per row, sample and pair of classes on one core, two thirds
+of it in Φ⁻¹. Rejected: Φ⁻¹ by the vectorised erfinv(2p − 1), a quarter faster, without digits below p = 1e-10.
+
 References:
     A. Genz, Numerical computation of multivariate normal probabilities, J. Comput. Graph. Stat. 1 (1992).
+    A. Genz and F. Bretz, Computation of multivariate normal and t probabilities, Springer (2009), section 4.1.3.
 """
 
 import math
@@ -112,6 +116,7 @@ def structured_orthant_probability(
     generator: torch.Generator | None = None,
     *,
     sequence: Sequence = "random",
+    reorder: bool = False,
 ) -> Tensor:
     """Estimate P(t > 0) for t ~ N(mean, I + 11ᵀ), the paper's form of `orthant_probability`.
 
@@ -129,6 +134,9 @@ def structured_orthant_probability(
         samples: points per row.
         generator: where the points come from. Required.
         sequence: "random", or "sobol" for randomised quasi-random points.
+        reorder: whether to condition on the smallest means first, as Genz and Bretz advise. The covariance does not
+            change with the order, so this costs a sort; the paper does without. On the ten means of its study it
+            lowers the standard error of P 30 times, of the gradient 100 times.
 
     Returns:
         P, shape (…).
@@ -146,12 +154,18 @@ def structured_orthant_probability(
     work = torch.promote_types(mean.dtype, torch.float32)
     if mean.numel() == 0:
         return mean.sum(-1) + 1  # no rows, or nothing to beat
-    value = _Structured.apply(mean.to(work).reshape(-1, mean.shape[-1]), samples, generator, sequence)
+    rows = mean.to(work).reshape(-1, mean.shape[-1])
+    value = _Structured.apply(rows.sort(-1).values if reorder else rows, samples, generator, sequence)
     return value.reshape(mean.shape[:-1]).to(mean.dtype)
 
 
 def win_probability(
-    m: Tensor, samples: int = 16, generator: torch.Generator | None = None, *, sequence: Sequence = "random"
+    m: Tensor,
+    samples: int = 16,
+    generator: torch.Generator | None = None,
+    *,
+    sequence: Sequence = "random",
+    reorder: bool = True,
 ) -> Tensor:
     """Estimate the probability that the target wins, from the scaled differences of all classes.
 
@@ -161,14 +175,14 @@ def win_probability(
         m: m_i = min(mu_y − mu_i, r)/σ, shape (…, C), +inf in the target's column (gradient 0). Of several columns
             with +inf (masked competitors) the first is left out, and the others are certain. A row without +inf
             would lose a competitor: the caller's to avoid, as a look at the values waits for the device.
-        samples, generator, sequence: as in `structured_orthant_probability`.
+        samples, generator, sequence, reorder: as in `structured_orthant_probability`.
 
     Returns:
         P, shape (…).
 
     >>> m = torch.tensor([[torch.inf, 1.0]])
-    >>> win_probability(m, 1, torch.Generator()).item()  # two classes are exact: Φ(1/√2)
-    0.7602499127388
+    >>> win_probability(m, 1, torch.Generator())  # two classes are exact: Φ(1/√2)
+    tensor([0.7602])
     """
     check_floating("m", m, 1)
     classes = m.shape[-1]
@@ -177,7 +191,7 @@ def win_probability(
     target = torch.isposinf(m).to(torch.uint8).argmax(-1, keepdim=True)
     others = torch.arange(classes - 1, device=m.device)
     return structured_orthant_probability(
-        m.gather(-1, others + (others >= target)), samples, generator, sequence=sequence
+        m.gather(-1, others + (others >= target)), samples, generator, sequence=sequence, reorder=reorder
     )
 
 
@@ -228,8 +242,9 @@ def _sweep_general(mean: Tensor, cholesky: Tensor, points: Tensor) -> Tensor:
     u = mean.new_empty(groups, rows * samples, max(d - 1, 0))
     product = mean.new_ones(groups, rows, samples)
     for k in range(d):
-        # a batched matrix-vector product over the coordinates conditioned on so far
-        shift = (u[..., :k] @ cholesky[:, k, :k, None]).view(groups, rows, samples)
+        # a matrix-vector product over the coordinates conditioned on so far, which autocast would round to bfloat16
+        with torch.autocast(u.device.type, enabled=False):
+            shift = (u[..., :k] @ cholesky[:, k, :k, None]).view(groups, rows, samples)
         e = shift.sub_(mean[:, :, k, None]).div_(cholesky[:, k, k, None, None])
         e = e.mul_(math.sqrt(0.5)).erfc_().mul_(0.5)
         product.mul_(e)
@@ -263,9 +278,7 @@ def _structured_gradient(m: Tensor, samples: int, generator: torch.Generator, se
     return factor * torch.exp(-m.square() / 4) / math.sqrt(4 * math.pi)
 
 
-def _general_gradient(
-    m: Tensor, sigma: Tensor, samples: int, generator: torch.Generator, sequence: Sequence
-) -> Tensor:
+def _general_gradient(m: Tensor, sigma: Tensor, samples: int, generator: torch.Generator, sequence: Sequence) -> Tensor:
     """Estimate ∂P/∂m, (G, R, d), by Theorem 4.3, in blocks over the coordinates."""
     groups, rows, d = m.shape
     points = draw_uniforms(max(d - 2, 0), groups * rows, samples, generator, sequence, like=m)
