@@ -58,8 +58,7 @@ EXPACC_INLINE node_terms evaluate(vf z, vf ref, const vf *m, ptrdiff_t n, vf *re
     vf square = z * z, prod = vf_set(1.0f), sum = {0};
     vi exponent = {0};
     for (ptrdiff_t j = 0; j < n; j++) {
-        vf x = vf_max(vf_min(m[j] + z, vf_set(EXPACC_FAR)), vf_set(-EXPACC_FAR));
-        vf_normal p = vf_normal_parts(x);
+        vf_normal p = vf_normal_parts(m[j] + z);
         square += p.square;
         prod *= p.g;
         vf l = p.e * p.g;
@@ -75,7 +74,7 @@ EXPACC_INLINE node_terms evaluate(vf z, vf ref, const vf *m, ptrdiff_t n, vf *re
     node_terms out;
     vf arg = height - ref;
     out.w = vf_where(vf_lt(vf_set(-87.0f), arg), vf_exp(arg)) * vf_rcp(prod);
-    vf_normal own = vf_normal_parts(vf_max(vf_min(z, vf_set(EXPACC_FAR)), vf_set(-EXPACC_FAR)));
+    vf_normal own = vf_normal_parts(z);
     out.q = out.w * sum * vf_rcp(own.e * own.g);
     out.sum = sum;
     return out;
@@ -86,7 +85,7 @@ EXPACC_INLINE void slope(vf z, vf nearest, const vf *m, ptrdiff_t n, vf *first, 
     vf x = nearest + z, l = vf_hazard_rough(x);
     vf a = -l, b = -(l * (x + l));
     for (ptrdiff_t j = 0; j < n; j++) {
-        x = vf_max(vf_min(m[j] + z, vf_set(EXPACC_FAR)), vf_set(-EXPACC_FAR));
+        x = m[j] + z;
         l = vf_hazard_rough(x);
         a += l;
         /* λ(x + λ) is in (0, 1); left of -1e3 the sum has no digits left for it, and it is 1 */
