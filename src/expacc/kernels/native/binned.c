@@ -10,30 +10,34 @@
 #endif
 
 #define LISTED 256              /* up to so many classes are kept one by one */
-#define SAMPLED 2048            /* from so many classes on the far ones are cut away before they are binned */
-#define CELLS 272
+#define CELLS 288
+#define FINE 4000               /* from so many classes on fine cells cost nothing */
 #define COPIES 4                /* of the histogram: a class does not wait for the class before it */
 #define CHUNK 1024
+#define SAMPLES 256
 #define NODES 128
 #define SCAN 32
 #define PIECES 32               /* of the gradient */
 #define CERTAIN 18.7
-#define DROP 16.0f
-#define DROP_SLOPE 15.0f
+#define DROP 13.0f
+#define DROP_SLOPE 11.0f
 #define FLANK_DROP 4.5f
-#define PEAK_STEP 0.75f
+#define PEAK_STEP 1.0f
 #define FLANK_STEP 1.5f
 #define UNIT TABLE_PER_UNIT
 
 typedef float v4 __attribute__((vector_size(16)));
 
 typedef struct {
-    float hist[COPIES][CELLS][4];
+    float hist[CELLS][COPIES][4];      /* a cache line per cell */
     double total[CELLS][4];
-    float cell[CELLS][4];
+    float cell[CELLS][4];              /* the cells that are not empty, */
+    int32_t point[CELLS];              /* and their middles in 1/32 */
     float group[CELLS];
-    int32_t slot[CHUNK + 16];
-    float t[CHUNK + 16], power[(CHUNK + 16) * 4];
+    float gap[2 * CHUNK + 16];         /* in cells: classes that wait to be binned */
+    uint32_t slot[CHUNK];
+    float power[CHUNK * 4];
+    float sample[SAMPLES + 32];
     float height[NODES], weight[NODES];
     float value[3][PIECES + 16];
     float piece[PIECES][8];
@@ -117,32 +121,44 @@ static int classify(const float *x, ptrdiff_t classes, int64_t y) {
     return any_live && x[y] < INFINITY ? NORMAL : WON;
 }
 
-/* The largest score but the target's; *finite is 0 where any score is not finite. */
-static float largest(const float *x, ptrdiff_t classes, ptrdiff_t y, int *finite) {
-    vf top = vf_set(-INFINITY), check = {0};
-    vf top2 = top, check2 = check;
-    ptrdiff_t i = 0, whole = classes & ~(ptrdiff_t)(EXPACC_LANES - 1), mine = y & ~(ptrdiff_t)(EXPACC_LANES - 1);
-    for (int part = 0; part < 2; part++) {
-        ptrdiff_t end = part ? whole : (mine < whole ? mine : whole);
-        for (; i + EXPACC_LANES < end; i += 2 * EXPACC_LANES) {
-            vf a = vf_load(x + i), b = vf_load(x + i + EXPACC_LANES);
-            top = vf_max(top, a), top2 = vf_max(top2, b);
-            check += a * 0.0f, check2 += b * 0.0f;
-        }
-        for (; i < end; i += EXPACC_LANES) {
-            vf a = vf_load(x + i);
-            top = vf_max(top, a);
+/* The largest score but the target's; *finite is 0 where any score is not finite. `sample` gets the largest scores of
+ * `*samples` parts of the row: the classes that matter are among them. */
+static float largest(const float *x, ptrdiff_t classes, ptrdiff_t y, int *finite, float *sample, int *samples) {
+    const ptrdiff_t vectors = classes / EXPACC_LANES;
+    ptrdiff_t run = vectors / (SAMPLES / EXPACC_LANES) + 1;
+    if (run < 8) run = 8;
+    vf top = vf_set(-INFINITY), check = {0}, check2 = check;
+    *samples = 0;
+    for (ptrdiff_t v = 0; v < vectors; v += run) {
+        const ptrdiff_t end = v + run < vectors ? v + run : vectors, mine = y / EXPACC_LANES;
+        vf part = vf_set(-INFINITY), part2 = part;
+        ptrdiff_t k = v;
+        for (int half = 0; half < 2; half++) {
+            const ptrdiff_t stop = half == 0 && mine >= v && mine < end ? mine : end;
+            for (; k + 1 < stop; k += 2) {
+                vf a = vf_load(x + k * EXPACC_LANES), b = vf_load(x + (k + 1) * EXPACC_LANES);
+                part = vf_max(part, a), part2 = vf_max(part2, b);
+                check += a * 0.0f, check2 += b * 0.0f;
+            }
+            if (k < stop) {
+                vf a = vf_load(x + k * EXPACC_LANES);
+                part = vf_max(part, a);
+                check += a * 0.0f;
+                k++;
+            }
+            if (k == end) break;
+            vf a = vf_load(x + k * EXPACC_LANES);
             check += a * 0.0f;
+            part = vf_max(part, vf_select(vf_eq(lanes_ramp(), vf_set((float)(y - k * EXPACC_LANES))), vf_set(-INFINITY), a));
+            k++;
         }
-        if (!part && i == mine && i < whole) {
-            vf a = vf_load(x + i);
-            check += a * 0.0f;
-            top = vf_max(top, vf_select(vf_eq(lanes_ramp(), vf_set((float)(y - i))), vf_set(-INFINITY), a));
-            i += EXPACC_LANES;
-        }
+        part = vf_max(part, part2);
+        top = vf_max(top, part);
+        vf_store(sample + *samples, part);
+        *samples += EXPACC_LANES;
     }
-    float best = vf_largest(vf_max(top, top2)), bad = 0;
-    for (; i < classes; i++) {
+    float best = max_lanes(top), bad = 0;
+    for (ptrdiff_t i = vectors * EXPACC_LANES; i < classes; i++) {
         bad += x[i] * 0.0f;
         if (i != y && x[i] > best) best = x[i];
     }
@@ -155,7 +171,7 @@ static float largest(const float *x, ptrdiff_t classes, ptrdiff_t y, int *finite
 typedef struct {
     work *w;
     int listed;      /* > 0: so many classes one by one (offset t in cells of 1/32); else cells */
-    int cells, fit;  /* the number of cells, of width 1/(8 << fit) */
+    int cells, fit;  /* the number of cells that are not empty, of width 1/(8 << fit) */
     int groups;      /* of 1/4: coarser cells to steer by */
 } compressed;
 
@@ -193,9 +209,8 @@ EXPACC_INLINE void heights_block(const compressed *c, int first, int a, int skip
         }
     } else {
         const float *table = &expacc_tables.cdf[c->fit][a][0][skip];
-        const int wide = 4 >> c->fit;
         for (int j = 0; j < c->cells; j++) {
-            const int at = first + j * wide, quotient = (at * magic) >> 16;
+            const int at = first + w->point[j], quotient = (at * magic) >> 16;
             const float *p = table + (at - quotient * stride) * run + quotient;
             const float *m = w->cell[j];
             vf m0 = vf_set(m[0]), m1 = vf_set(m[1]), m2 = vf_set(m[2]), m3 = vf_set(m[3]);
@@ -370,16 +385,17 @@ static void list_row(compressed *c, const float *x, ptrdiff_t n, ptrdiff_t y, fl
     if (y >= 0) w->index[y] = 3000, w->rest[y] = 0;
 }
 
-EXPACC_INLINE void deposit(work *w, ptrdiff_t n) {
-    /* the powers 1, t, t², t³ of a class side by side */
-    ptrdiff_t i = 0;
-    for (; i < n; i += EXPACC_LANES) {
-        vf t = vf_load(w->t + i), t2 = t * t, t3 = t2 * t;
+/* Add the powers 1, t, t², t³ of n gaps (a multiple of EXPACC_LANES) to their cells. */
+static void deposit(work *w, const float *gap, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i += EXPACC_LANES) {
+        vf q = vf_load(gap + i), r = vf_round(q), t = q - r, t2 = t * t, t3 = t2 * t;
+        vi slot = __builtin_convertvector(r, vi) << 6;
+        memcpy(w->slot + i, &slot, sizeof slot);
+        float *p = w->power + 4 * i;
 #if EXPACC_LANES == 16
         __m512 one = _mm512_set1_ps(1.0f), a = (__m512)t, b = (__m512)t2, c = (__m512)t3;
         __m512 l0 = _mm512_unpacklo_ps(one, a), h0 = _mm512_unpackhi_ps(one, a);
         __m512 l1 = _mm512_unpacklo_ps(b, c), h1 = _mm512_unpackhi_ps(b, c);
-        float *p = w->power + 4 * i;
         _mm512_storeu_ps(p, (__m512)_mm512_unpacklo_pd((__m512d)l0, (__m512d)l1));
         _mm512_storeu_ps(p + 16, (__m512)_mm512_unpackhi_pd((__m512d)l0, (__m512d)l1));
         _mm512_storeu_ps(p + 32, (__m512)_mm512_unpacklo_pd((__m512d)h0, (__m512d)h1));
@@ -388,7 +404,6 @@ EXPACC_INLINE void deposit(work *w, ptrdiff_t n) {
         __m256 one = _mm256_set1_ps(1.0f), a = (__m256)t, b = (__m256)t2, c = (__m256)t3;
         __m256 l0 = _mm256_unpacklo_ps(one, a), h0 = _mm256_unpackhi_ps(one, a);
         __m256 l1 = _mm256_unpacklo_ps(b, c), h1 = _mm256_unpackhi_ps(b, c);
-        float *p = w->power + 4 * i;
         _mm256_storeu_ps(p, (__m256)_mm256_unpacklo_pd((__m256d)l0, (__m256d)l1));
         _mm256_storeu_ps(p + 8, (__m256)_mm256_unpackhi_pd((__m256d)l0, (__m256d)l1));
         _mm256_storeu_ps(p + 16, (__m256)_mm256_unpacklo_pd((__m256d)h0, (__m256d)h1));
@@ -396,72 +411,120 @@ EXPACC_INLINE void deposit(work *w, ptrdiff_t n) {
 #else
         for (int k = 0; k < EXPACC_LANES; k++) {
             v4 m = {1.0f, t[k], t2[k], t3[k]};
-            v4_store(w->power + 4 * (i + 4 * 0 + k), m);
+            v4_store(p + 4 * k, m);
         }
 #endif
     }
-    /* with 16 and 8 lanes the classes k, k + 4, k + 8, k + 12 of a vector stand together */
-    const int runs = EXPACC_LANES / 4;
-    for (i = 0; i < n; i += EXPACC_LANES) {
-        const int32_t *slot = w->slot + i;
+    /* With 16 and 8 lanes the classes k, k + 4, k + 8, k + 12 of a vector stand together. */
+    enum { RUNS = EXPACC_LANES / 4 };
+    char *hist = (char *)w->hist;
+    for (ptrdiff_t i = 0; i < n; i += EXPACC_LANES) {
+        const uint32_t *slot = w->slot + i;
         const float *p = w->power + 4 * i;
-        for (int r = 0; r < runs; r++)
+#pragma GCC unroll 4
+        for (int r = 0; r < RUNS; r++)
+#pragma GCC unroll 4
             for (int c = 0; c < COPIES; c++) {
-                float *h = w->hist[c][slot[4 * r + c]];
-                int at = EXPACC_LANES >= 8 ? c * runs + r : 4 * r + c;
+                float *h = (float *)(hist + slot[4 * r + c]) + 4 * c;
+                const int at = EXPACC_LANES >= 8 ? c * RUNS + r : 4 * r + c;
                 v4_store(h, v4_load(h) + v4_load(p + 4 * at));
             }
     }
 }
 
-static void collect(work *w, int cells, int more) {
-    for (int j = 0; j < cells; j++) {
-        v4 sum = (v4_load(w->hist[0][j]) + v4_load(w->hist[1][j])) + (v4_load(w->hist[2][j]) + v4_load(w->hist[3][j]));
-        if (more) {
-            for (int k = 0; k < 4; k++) w->total[j][k] += sum[k], w->cell[j][k] = (float)w->total[j][k];
-            for (int c = 0; c < COPIES; c++) v4_store(w->hist[c][j], (v4){0});
-        } else v4_store(w->cell[j], sum);
-    }
+EXPACC_INLINE v4 cell_sum(const work *w, int j) {
+    return (v4_load(w->hist[j][0]) + v4_load(w->hist[j][1])) + (v4_load(w->hist[j][2]) + v4_load(w->hist[j][3]));
 }
 
-/* Gaps u = (top - x) * scale below `most` into cells; gaps held at `held`. */
+/* Move what the cells hold into sums in double: float would lose its digits with 100 000 equal classes. */
+static void settle(work *w, int cells, int *settled) {
+    if (!*settled) memset(w->total, 0, sizeof w->total[0] * (size_t)cells);
+    *settled = 1;
+    for (int j = 0; j < cells; j++) {
+        v4 sum = cell_sum(w, j);
+        for (int k = 0; k < 4; k++) w->total[j][k] += sum[k];
+    }
+    memset(w->hist, 0, sizeof w->hist[0] * (size_t)cells);
+}
+
+/* Write the numbers of those lanes of a that are in the mask, and return how many. */
+EXPACC_INLINE ptrdiff_t keep(float *out, vm in, vf a) {
+#if EXPACC_LANES == 16
+    _mm512_storeu_ps(out, _mm512_maskz_compress_ps(in, (__m512)a));
+    return __builtin_popcount(in);
+#else
+    ptrdiff_t n = 0;
+    for (int k = 0; k < EXPACC_LANES; k++) {
+        out[n] = a[k];
+        n -= in[k];
+    }
+    return n;
+#endif
+}
+
+/* Compress the classes with gaps u = (top - x) * scale below `most`; gaps are held at `held`. */
 static void bin_row(compressed *c, const float *x, ptrdiff_t n, ptrdiff_t y, float top, double scale, double most, double held) {
     work *w = c->w;
-    c->listed = 0;
-    c->fit = most <= 8.0 ? 2 : most <= 16.0 ? 1 : 0;
-    const int per = 8 << c->fit;
-    c->cells = (int)(most * per + 0.5) + 1;
-    if (c->cells > CELLS - 16) c->cells = CELLS - 16;
-    memset(w->total, 0, sizeof w->total[0] * (size_t)c->cells);
-    for (int k = 0; k < COPIES; k++) memset(w->hist[k], 0, sizeof w->hist[k][0] * (size_t)(c->cells + 1));
-    const float unit = (float)(scale * per);
-    const float limit = (float)c->cells, shut = (float)fmin(held * per, limit);
-    int blocks = 0;
+    const int per = 8 << c->fit, wide = UNIT / per;
+    int cells = (int)(most * per + 0.5) + 1;
+    if (cells > CELLS - 1) cells = CELLS - 1;
+    memset(w->hist, 0, sizeof w->hist[0] * (size_t)cells + sizeof w->hist[0]);
+    const float unit = (float)(scale * per), limit = (float)cells - 0.501f, shut = (float)fmin(held * per, 1e30);
+    int settled = 0, waiting = 0, deposited = 0;
     for (ptrdiff_t i0 = 0; i0 < n; i0 += CHUNK) {
-        ptrdiff_t size = n - i0 < CHUNK ? n - i0 : CHUNK, i = 0;
-        for (; i < size; i += EXPACC_LANES) {
-            vf d = top - (i + EXPACC_LANES <= size ? vf_load(x + i0 + i) : load_part(x + i0 + i, size - i));
-            vf q = vf_select(vf_lt(d, vf_set(INFINITY)), vf_min(d * unit, vf_set(shut)), vf_set(limit));
-            vf r = vf_round(q);
-            vf_store(w->t + i, q - r);
-            vi_store(w->slot + i, __builtin_convertvector(r, vi));
+        const ptrdiff_t size = n - i0 < CHUNK ? n - i0 : CHUNK;
+        for (ptrdiff_t i = 0; i < size; i += EXPACC_LANES) {
+            vf v = i + EXPACC_LANES <= size ? vf_load(x + i0 + i) : load_part(x + i0 + i, size - i);
+            if ((size_t)(y - i0 - i) < EXPACC_LANES)
+                v = vf_select(vf_eq(lanes_ramp(), vf_set((float)(y - i0 - i))), vf_set(-INFINITY), v);
+            vf d = top - v, q = vf_min(d * unit, vf_set(shut));
+            vm in = vf_lt(q, vf_set(limit));
+            if (shut < limit) { /* everybody is near then, but a class that takes no part */
+                vf alive = vf_where(vf_lt(d, vf_set(INFINITY)), vf_set(1.0f));
+                in = vf_lt(vf_set(0.5f), alive);
+                q = vf_where(in, q);
+            }
+            waiting += (int)keep(w->gap + waiting, in, q);
         }
-        for (ptrdiff_t k = size; k < i; k++) w->slot[k] = c->cells; /* the lanes past the end */
-        if (y >= i0 && y < i0 + size) w->slot[y - i0] = c->cells, w->t[y - i0] = 0;
-        deposit(w, i);
-        if (++blocks == 2 || i0 + CHUNK >= n) {
-            collect(w, c->cells, n > 2 * CHUNK);
-            blocks = 0;
+        if (waiting >= CHUNK) {
+            deposit(w, w->gap, CHUNK);
+            waiting -= CHUNK;
+            memmove(w->gap, w->gap + CHUNK, sizeof(float) * (size_t)waiting);
+            if (++deposited % 2 == 0) settle(w, cells, &settled);
         }
     }
-    const int group = 2 << c->fit, groups = (c->cells + group - 1) / group;
-    c->groups = groups;
-    for (int j = c->cells; j < groups * group; j++) memset(w->cell[j], 0, sizeof w->cell[j]);
-    for (int g = 0; g < groups; g++) {
-        float sum = 0;
-        for (int k = 0; k < group; k++) sum += w->cell[g * group + k][0];
-        w->group[g] = sum;
+    if (!deposited && waiting <= LISTED) { /* few are left: one by one */
+        c->listed = waiting;
+        for (int i = 0; i < waiting; i += EXPACC_LANES) {
+            vf q = vf_load(w->gap + i) * (float)wide, r = vf_round(q);
+            vf_store(w->rest + i, q - r);
+            vi_store(w->index + i, __builtin_convertvector(r, vi));
+        }
+        return;
     }
+    const int rest = waiting % EXPACC_LANES;
+    if (rest)
+        for (int k = rest; k < EXPACC_LANES; k++) w->gap[waiting++] = (float)cells;
+    deposit(w, w->gap, waiting);
+    const int group = 2 << c->fit;
+    int used = 0;
+    c->listed = 0;
+    c->groups = (cells + group - 1) / group;
+    for (int g = 0; g < c->groups; g++) {
+        float count = 0;
+        const int end = (g + 1) * group < cells ? (g + 1) * group : cells;
+        for (int j = g * group; j < end; j++) {
+            v4 sum = cell_sum(w, j);
+            if (settled)
+                for (int k = 0; k < 4; k++) sum[k] = (float)(w->total[j][k] + (double)sum[k]);
+            v4_store(w->cell[used], sum);
+            w->point[used] = j * wide;
+            used += sum[0] != 0.0f;
+            count += sum[0];
+        }
+        w->group[g] = count;
+    }
+    c->cells = used;
 }
 
 /* ---- the integrals ---- */
@@ -588,36 +651,46 @@ typedef struct {
     float top, unit, shut, last;  /* gap in pieces: min((top - x) * unit, shut), nothing from last on */
     float coefficient;            /* of the entry */
     float threshold;              /* scores above it are below the cap */
-    int capped;
 } slope_rule;
 
-/* G relative to the nearest competitor's, 0 where a class takes no part; *q its gap in pieces. */
-EXPACC_INLINE vf slope_of(const work *w, const slope_rule *r, vf x, vf *gap) {
+#if EXPACC_LANES == 16
+typedef struct { __m512 low[6], high[6]; } pieces; /* stay in registers */
+EXPACC_INLINE pieces load_pieces(const work *w) {
+    pieces p;
+    for (int k = 0; k < 6; k++) p.low[k] = _mm512_loadu_ps(w->coef[k]), p.high[k] = _mm512_loadu_ps(w->coef[k] + 16);
+    return p;
+}
+EXPACC_INLINE vf polynomial(const pieces *c, vi j, vf t) {
+    const __m512i i = (__m512i)j;
+    vf p = (vf)_mm512_permutex2var_ps(c->low[5], i, c->high[5]);
+#pragma GCC unroll 5
+    for (int k = 4; k >= 0; k--) p = p * t + (vf)_mm512_permutex2var_ps(c->low[k], i, c->high[k]);
+    return p;
+}
+#else
+typedef const float (*pieces)[8];
+EXPACC_INLINE pieces load_pieces(const work *w) { return w->piece; }
+EXPACC_INLINE vf polynomial(const pieces *piece, vi j, vf t) {
+    vf p;
+    for (int k = 0; k < EXPACC_LANES; k++) {
+        const float *c = (*piece)[j[k]];
+        float s = t[k];
+        p[k] = ((((c[5] * s + c[4]) * s + c[3]) * s + c[2]) * s + c[1]) * s + c[0];
+    }
+    return p;
+}
+#endif
+
+/* G relative to the nearest competitor's, 0 where a class takes no part; *gap its gap in pieces. */
+EXPACC_INLINE vf slope_of(const pieces *c, const slope_rule *r, int capped, vf x, vf *gap) {
     vf d = r->top - x;
     vf q = d * r->unit;
-    if (r->capped) q = vf_select(vf_lt(d, vf_set(INFINITY)), vf_min(q, vf_set(r->shut)), q);
+    if (capped) q = vf_select(vf_lt(d, vf_set(INFINITY)), vf_min(q, vf_set(r->shut)), vf_set(1e9f));
     vm in = vf_lt(q, vf_set(r->last));
     q = vf_where(in, q);
     *gap = q;
     vi j = __builtin_convertvector(q, vi);
-    vf t = q - __builtin_convertvector(j, vf), p;
-#if EXPACC_LANES == 16
-    __m512i i = (__m512i)j;
-#define COEFFICIENT(k) (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(w->coef[k]), i, _mm512_loadu_ps(w->coef[k] + 16))
-    p = COEFFICIENT(5);
-    p = p * t + COEFFICIENT(4);
-    p = p * t + COEFFICIENT(3);
-    p = p * t + COEFFICIENT(2);
-    p = p * t + COEFFICIENT(1);
-    p = p * t + COEFFICIENT(0);
-#else
-    for (int k = 0; k < EXPACC_LANES; k++) {
-        const float *c = w->piece[j[k]];
-        float s = t[k];
-        p[k] = ((((c[5] * s + c[4]) * s + c[3]) * s + c[2]) * s + c[1]) * s + c[0];
-    }
-#endif
-    return vf_where(in, exp2_of(p));
+    return vf_where(in, exp2_of(polynomial(c, j, q - __builtin_convertvector(j, vf))));
 }
 
 typedef struct { double all, live, all_gap, live_gap; } slope_sums;
@@ -625,8 +698,8 @@ typedef struct { double all, live, all_gap, live_gap; } slope_sums;
 EXPACC_INLINE slope_sums slopes_of(const work *w, const slope_rule *rule, const float *x, float *grad, ptrdiff_t n, ptrdiff_t y,
                                    int capped, int dots) {
     slope_sums s = {0};
-    slope_rule r = *rule;
-    r.capped = capped;
+    const slope_rule r = *rule;
+    const pieces c = load_pieces(w);
     for (ptrdiff_t i0 = 0; i0 < n; i0 += CHUNK) {
         ptrdiff_t size = n - i0 < CHUNK ? n - i0 : CHUNK;
         vf all = {0}, live = {0}, all_gap = {0}, live_gap = {0};
@@ -634,7 +707,7 @@ EXPACC_INLINE slope_sums slopes_of(const work *w, const slope_rule *rule, const 
             const float *p = x + i0 + i;
             int part = i + EXPACC_LANES > size;
             vf v = part ? load_part(p, size - i) : vf_load(p), q;
-            vf g = slope_of(w, &r, v, &q);
+            vf g = slope_of(&c, &r, capped, v, &q);
             if (y >= i0 + i && y < i0 + i + EXPACC_LANES)
                 g = vf_select(vf_eq(lanes_ramp(), vf_set((float)(y - i0 - i))), (vf){0}, g);
             if (dots && capped) all += g, all_gap += g * q;
@@ -788,7 +861,8 @@ static void row(const expacc_rows *in, ptrdiff_t r, work *w) {
     if (y < 0) { fill_row(in, r, 0, 0); return; }
     const float *x = in->x + r * in->stride;
     int finite;
-    const float top = largest(x, n, y, &finite);
+    int samples;
+    const float top = largest(x, n, y, &finite, w->sample, &samples);
     if (!finite) {
         int kind = classify(x, n, y);
         if (kind == BROKEN) { fill_row(in, r, NAN, NAN); return; }
@@ -803,13 +877,21 @@ static void row(const expacc_rows *in, ptrdiff_t r, work *w) {
     const double held = cap - nearest, u_scale = gap < cap ? scale : 0.0;
 
     const int wanted = in->grad || in->dot || in->dot_live;
-    compressed c = {w, 0, 0, 0};
+    compressed c = {w, 0, 0, 0, 0};
     if (nearest < -250) { far_row(in, r, top, nearest, u_scale, held, wanted); return; }
     double low = 0.5 * nearest - 4.4;
     int first = (int)floor((low - 0.5 - TABLE_LOW) * UNIT), a = nearest >= -10 ? TABLE_HALF : TABLE_ONE;
     if (first < 0) first = 0;
     if (n <= LISTED) list_row(&c, x, n, y, top, u_scale, held);
-    else bin_row(&c, x, n, y, top, u_scale, reach(fmax(low, TABLE_LOW), (double)n), held);
+    else {
+        /* Classes left out only raise F to the left: where the sample's integrands begin, the row's do or further right. */
+        list_row(&c, w->sample, samples, -1, top, u_scale, held);
+        support s = look(&c, nearest, first, a);
+        if (!s.outside) low = fmax(low, s.low - 0.1);
+        const double most = reach(fmax(low, TABLE_LOW), (double)n);
+        c.fit = most <= 8 ? 2 : most <= 16 && (nearest > -6 || n > FINE) ? 1 : 0;
+        bin_row(&c, x, n, y, top, u_scale, most, held);
+    }
     support s = look(&c, nearest, first, a);
     if (s.outside) { far_row(in, r, top, nearest, u_scale, held, wanted); return; }
     integrals v = integrate(&c, nearest, &s, (double)n, wanted);
@@ -819,11 +901,12 @@ static void row(const expacc_rows *in, ptrdiff_t r, work *w) {
     double weight = in->factor[r] * (double)exp_one((float)(in->power * v.log_p)) * v.slope;
     const float width = v.width;
     slope_rule rule = {top, (float)(u_scale / width), (float)fmin(held / width, 1e6), (float)v.pieces,
-                       (float)(weight * scale), -INFINITY, cap < INFINITY};
-    if (rule.capped) rule.threshold = cap_threshold(own, scale, cap);
+                       (float)(weight * scale), -INFINITY};
+    const int capped = cap < INFINITY;
+    if (capped) rule.threshold = cap_threshold(own, scale, cap);
     float *grad = in->grad ? in->grad + r * in->grad_stride : NULL;
     int dots = in->dot || in->dot_live;
-    slope_sums sums = rule.capped ? (dots ? slopes_of(w, &rule, x, grad, n, y, 1, 1) : slopes_of(w, &rule, x, grad, n, y, 1, 0))
+    slope_sums sums = capped ? (dots ? slopes_of(w, &rule, x, grad, n, y, 1, 1) : slopes_of(w, &rule, x, grad, n, y, 1, 0))
                                   : (dots ? slopes_of(w, &rule, x, grad, n, y, 0, 1) : slopes_of(w, &rule, x, grad, n, y, 0, 0));
     if (grad) grad[y] = (float)-(sums.live * (weight * scale));
     if (in->dot) in->dot[r] = weight * (nearest * sums.all + width * sums.all_gap);
