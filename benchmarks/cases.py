@@ -31,7 +31,8 @@ def _load_families() -> ModuleType:
     """Import tests/families.py by its path: the tests are no package, and must not be one for this."""
     if "families" not in sys.modules:
         spec = importlib.util.spec_from_file_location("families", CHECKOUT / "tests" / "families.py")
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules["families"] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules["families"]

@@ -20,6 +20,7 @@ from benchmarks.tables import (
     origin,
     scale_table,
     special_table,
+    toy_table,
 )
 from expacc.studies import CommandError
 from expacc.studies.records import Record, write_atomically
@@ -55,6 +56,8 @@ BLOCKS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "accuracy-origin": ("accuracy.json", origin),
     "special": ("special.json", lambda record: markdown(special_table(record))),
     "special-origin": ("special.json", origin),
+    "toy": ("toy.json", lambda record: markdown(toy_table(record))),
+    "toy-origin": ("toy.json", origin),
 }
 
 
@@ -74,7 +77,10 @@ def render(text: str, results: Path = RESULTS) -> str:
             raise CommandError(f"no block is called {name}: there are {', '.join(BLOCKS)}")
         record, make = BLOCKS[name]
         if not (results / record).exists():
-            raise CommandError(f"{name} needs results/{record}: python -m benchmarks {record.removesuffix('.json')}")
+            command = (
+                "expacc study toy --out results" if name.startswith("toy") else f"python -m benchmarks {record[:-5]}"
+            )
+            raise CommandError(f"{name} needs results/{record}: {command}")
         return f"{begin}\n{make(Record.read(results / record))}\n\n{end}"
 
     done = _MARKED.sub(fill, text)

@@ -182,6 +182,25 @@ def _spread(values: list[float] | None) -> str:
     return "—" if values is None else f"{max(values) / min(values):.2f}"
 
 
+def toy_table(record: Record) -> Table:
+    """Return the thresholds and accuracies of the toy examples, with the paper's beside them."""
+    body = []
+    for task, method in dict.fromkeys((row["task"], row["method"]) for row in record.rows):
+        mine = {row["metric"]: row for row in record.rows if (row["task"], row["method"]) == (task, method)}
+        threshold, accuracy, wrong = (mine[metric] for metric in ("threshold", "accuracy", "misclassified points"))
+        cells = [task, method, _threshold(threshold["value"]), threshold["paper"]]
+        cells += [f"{100 * row:.0f} %" for row in (accuracy["value"], accuracy["paper"])]
+        body.append([*cells, ", ".join(f"{point:g}" for point in wrong["value"]) or "none"])
+    columns = ["example", "method", "threshold", "paper", "accuracy", "paper", "misclassified"]
+    return Table("The paper's toy examples", columns, body)
+
+
+def _threshold(value: float | list[float] | None) -> str:
+    if value is None:
+        return "none (w = 0)"
+    return f"[{value[0]:g}, {value[1]:g}]" if isinstance(value, list) else f"{value:.3f}"
+
+
 def origin(record: Record) -> str:
     """Return the line that says where, with what and by which command a record was made."""
     hardware = record.hardware
