@@ -80,16 +80,21 @@ EXPACC_INLINE node_terms evaluate(vf z, vf ref, const vf *m, ptrdiff_t n, vf *re
     return out;
 }
 
+/* λ(x + λ), in (0, 1). Far left the sum has no digits left (λ is good to 1e-4 here), and a 0 there would make Newton
+ * overshoot and come back to its start. */
+EXPACC_INLINE vf bend(vf x, vf l) {
+    return vf_select(vf_lt(x, vf_set(-20.0f)), vf_set(1.0f), vf_max(vf_min(l * (x + l), vf_set(1.0f)), (vf){0}));
+}
+
 /* The slope of Σ log Φ(z + m_i) without the nearest competitor, and minus its curvature: to steer by. */
 EXPACC_INLINE void slope(vf z, vf nearest, const vf *m, ptrdiff_t n, vf *first, vf *second) {
     vf x = nearest + z, l = vf_hazard_rough(x);
-    vf a = -l, b = -(l * (x + l));
+    vf a = -l, b = -bend(x, l);
     for (ptrdiff_t j = 0; j < n; j++) {
         x = m[j] + z;
         l = vf_hazard_rough(x);
         a += l;
-        /* λ(x + λ) is in (0, 1); left of -1e3 the sum has no digits left for it, and it is 1 */
-        b += vf_max(vf_min(l * (x + l), vf_set(1.0f)), (vf){0});
+        b += bend(x, l);
     }
     *first = a;
     *second = vf_max(b, (vf){0});
