@@ -128,8 +128,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else name)
     assert cli.main(["study", "toy"]) == 2
     assert capfd.readouterr().err == (
-        "expacc study toy: expacc study toy needs matplotlib, part of the extra 'studies': "
-        "pip install 'expacc[studies]'\n"
+        "expacc study toy: this command needs matplotlib, part of the extra 'studies': pip install 'expacc[studies]'\n"
     )
 
 

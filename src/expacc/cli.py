@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS[name]
     wanted = {flag.lstrip("-").replace("-", "_") for flag in command.options}
     try:
-        require_extra(f"expacc {name}", command.extra, *command.needs)
+        require_extra("this command", command.extra, *command.needs)
         importlib.import_module(command.module).run(**{key: options[key] for key in options if key in wanted})
         if sys.stdout is not None:  # closed by the caller (>&-)
             sys.stdout.flush()
