@@ -33,7 +33,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def double(values: list[float]) -> Tensor:
+def double(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -122,7 +122,7 @@ def scipy_orthant(mean: Tensor, covariance: Tensor) -> float:
         multivariate_normal.cdf(
             torch.zeros(d).numpy(),
             (-mean).numpy(),
-            covariance.numpy(),
+            covariance.numpy(),  # pyright: ignore[reportArgumentType]  # scipy annotates its default, 1
             abseps=1e-8,
             releps=1e-8,
             maxpts=400_000 * d,

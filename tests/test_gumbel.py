@@ -9,6 +9,9 @@ from torch import Tensor
 
 from expacc.integrals.gumbel import log_win_probabilities, log_win_probability, win_probabilities
 
+# torch's own, from the first dual number of a process
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
 INF = math.inf
 
 
@@ -143,7 +146,6 @@ FUNCTIONS = pytest.mark.parametrize(
 
 
 @FUNCTIONS
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, first dual
 def test_gradcheck(function) -> None:
     u = scores(3, 4).requires_grad_()
     assert torch.autograd.gradcheck(

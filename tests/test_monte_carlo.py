@@ -10,6 +10,9 @@ from torch import Tensor
 from expacc.integrals.monte_carlo import expected_indicator, win_probability
 from expacc.integrals.quadrature import Rule, log_win_probability
 
+# torch's own, from the first dual number of a process
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
 INF = math.inf
 GAPS = [INF, 0.8, -0.3, 1.5]
 
@@ -183,7 +186,6 @@ def test_the_dtype_is_the_arguments(dtype: torch.dtype) -> None:
     assert expected_indicator(m[1:], first_wins, 1.0, 8, generator()).dtype == dtype
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, first dual
 def test_forward_mode_agrees_with_the_gradient() -> None:
     m = double(GAPS[1:])
 
