@@ -1,0 +1,181 @@
+"""torch.compile(fullgraph=True): the same numbers, the same path, and no recompilation when σ or q moves."""
+
+from typing import Any
+
+import pytest
+import torch
+from plain import BACKENDS, NOISES, TOLERANCE, draw, run, value_and_grad
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from expacc import ExactLoss
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # inductor's own import
+both = pytest.mark.parametrize("backend", BACKENDS)
+noises = pytest.mark.parametrize("noise", NOISES)
+TARGET = torch.tensor([0, 2, 1])
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def kernel_ran(graphs: list[torch.fx.GraphModule]) -> str:
+    """Return the path that a captured graph holds: the kernel is an operator of its own."""
+    # Dynamo may compile a frame twice before it settles on the floats among a module's attributes: the last counts.
+    names = [str(node.target) for node in graphs[-1].graph.nodes]
+    return "cpu" if any(name.startswith("expacc.loss") for name in names) else "reference"
+
+
+def compiled(loss: ExactLoss) -> tuple[Any, CompileCounterWithBackend]:
+    # aot_eager traces forward and backward as inductor does, without a minute of C++ compilation per case.
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(loss, fullgraph=True, backend=counter), counter
+
+
+@both
+@noises
+@pytest.mark.parametrize("options", [{}, {"power": 1, "margin": 0.5, "normalize": False}], ids=["default", "paper"])
+def test_compiled_equals_eager(backend: Any, noise: Any, options: dict[str, Any]) -> None:
+    loss = ExactLoss(noise=noise, backend=backend, **options)
+    check_equals_eager(loss, backend, draw(3, 4, dtype=torch.float32), TARGET)
+
+
+@noises
+def test_compiled_equals_eager_in_float64(noise: Any) -> None:
+    check_equals_eager(ExactLoss(noise=noise), "reference", draw(3, 4), TARGET)
+
+
+# A compilation of the reference takes seconds: with the kernel every cell, with the definition one noise.
+@pytest.mark.parametrize(("backend", "noise"), [("cpu", "gaussian"), ("cpu", "gumbel"), ("reference", "gaussian")])
+@pytest.mark.parametrize("kind", ["weight-ignored-none", "sigma-per-sample", "class-dim-1-half"])
+def test_compiled_arguments(backend: Any, noise: Any, kind: str) -> None:
+    logits, target, sigma, options = draw(3, 4, dtype=torch.float32), TARGET, None, {}
+    if kind == "weight-ignored-none":
+        options = {"weight": torch.tensor([1.0, 2.0, 3.0, 4.0]), "ignore_index": 2, "reduction": "none"}
+    elif kind == "sigma-per-sample":
+        sigma = torch.tensor([0.5, 1.0, 2.0])
+    else:
+        logits, target = draw(2, 4, 3, dtype=torch.bfloat16), torch.stack((TARGET, TARGET))
+    check_equals_eager(ExactLoss(noise=noise, backend=backend, **options), backend, logits, target, sigma)
+
+
+def check_equals_eager(loss: ExactLoss, path: str, logits: torch.Tensor, *rest: Any) -> None:
+    step, counter = compiled(loss)
+    value, grad = value_and_grad(lambda x: step(x, *rest), logits)
+    want, slope = value_and_grad(lambda x: loss(x, *rest), logits)
+    torch.testing.assert_close(value, want, **TOLERANCE[logits.dtype])
+    torch.testing.assert_close(grad, slope, **TOLERANCE[logits.dtype])
+    assert kernel_ran(counter.graphs) == path
+
+
+@both
+@noises
+def test_compiled_without_gradient(backend: Any, noise: Any) -> None:
+    loss, logits = ExactLoss(noise=noise, backend=backend), draw(3, 4, dtype=torch.float32)
+    step, counter = compiled(loss)
+    with torch.no_grad():
+        torch.testing.assert_close(step(logits, TARGET), loss(logits, TARGET), **TOLERANCE[torch.float32])
+    assert kernel_ran(counter.graphs) == backend
+
+
+@noises
+@pytest.mark.parametrize("kind", ["smoothing", "probabilities"])
+def test_compiled_soft_targets(noise: Any, kind: str) -> None:
+    target = TARGET[:2] if kind == "smoothing" else torch.softmax(draw(2, 3, seed=2), 1)
+    loss = ExactLoss(noise=noise, label_smoothing=0.1 * (kind == "smoothing"))
+    step, _ = compiled(loss)
+    value, grad = value_and_grad(lambda x: step(x, target), draw(2, 3))
+    want, slope = value_and_grad(lambda x: loss(x, target), draw(2, 3))
+    torch.testing.assert_close(value, want, **TOLERANCE[torch.float64])
+    torch.testing.assert_close(grad, slope, **TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize(
+    ("backend", "noise", "way"),
+    [
+        ("reference", "gaussian", "attribute"),
+        ("reference", "gumbel", "fill"),
+        ("cpu", "gaussian", "attribute"),
+        ("cpu", "gumbel", "attribute"),
+        ("cpu", "gaussian", "fill"),
+        ("cpu", "gumbel", "copy"),
+        ("cpu", "gaussian", "state_dict"),
+    ],
+)
+def test_moving_sigma_and_power_does_not_recompile(backend: Any, noise: Any, way: str) -> None:
+    loss = ExactLoss(noise=noise, backend=backend)
+    logits = draw(3, 4, dtype=torch.float32)
+    step, counter = compiled(loss)
+    step(logits, TARGET)
+    other = ExactLoss(sigma=2.0, power=0.0)
+    if way == "attribute":
+        loss.sigma, loss.power = 2.0, 0.0  # type: ignore[assignment]
+    elif way == "fill":
+        loss.sigma.fill_(2.0)
+        loss.power.fill_(0.0)
+    elif way == "copy":
+        loss.sigma.copy_(other.sigma)
+        loss.power.copy_(other.power)
+    else:
+        loss.load_state_dict(other.state_dict())
+    want = run(backend, logits, TARGET, 2.0, power=0.0, noise=noise, reduction="mean", backend=backend)
+    before = counters["stats"]["unique_graphs"], counter.frame_count
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(step(logits, TARGET), want, **TOLERANCE[torch.float32])
+    assert (counters["stats"]["unique_graphs"], counter.frame_count) == before
+    assert not counters["graph_break"]
+    assert kernel_ran(counter.graphs) == backend
+
+
+@both
+def test_a_new_batch_size_compiles_at_most_once_more(backend: Any) -> None:
+    loss = ExactLoss(backend=backend)
+    step, counter = compiled(loss)
+    batches = [(draw(n, 4, dtype=torch.float32), torch.zeros(n, dtype=torch.int64)) for n in (3, 5, 7, 9)]
+    values = [step(*batch) for batch in batches[:2]]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        values += [step(*batch) for batch in batches[2:]]
+    torch.testing.assert_close(values, [loss(*batch) for batch in batches], **TOLERANCE[torch.float32])
+    assert kernel_ran(counter.graphs) == backend
+
+
+@both
+@noises
+def test_compiled_gradient_of_sigma(backend: Any, noise: Any) -> None:
+    loss, logits = ExactLoss(noise=noise, backend=backend), draw(3, 4, dtype=torch.float32)
+    step, _ = compiled(loss)
+    _, grad = value_and_grad(lambda s: step(logits, TARGET, s), torch.tensor([0.5, 1.0, 2.0]))
+    _, want = value_and_grad(lambda s: loss(logits, TARGET, s), torch.tensor([0.5, 1.0, 2.0]))
+    torch.testing.assert_close(grad, want, **TOLERANCE[torch.float32])
+
+
+@both
+def test_compiled_model_and_loss_in_one_graph(backend: Any) -> None:
+    model, loss = torch.nn.Linear(5, 4), ExactLoss(backend=backend)
+    counter = CompileCounterWithBackend("aot_eager")
+    features = draw(3, 5, dtype=torch.float32)
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return loss(model(x), TARGET)
+
+    step(features).backward()
+    got = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    loss(model(features), TARGET).backward()
+    torch.testing.assert_close(got, [p.grad for p in model.parameters()], **TOLERANCE[torch.float32])
+    assert kernel_ran(counter.graphs) == backend
+
+
+def test_the_kernel_compiles_with_inductor() -> None:
+    # Once with the compiler that users get; the reference's some thousand operations would take it minutes.
+    loss, logits = ExactLoss(backend="cpu"), draw(3, 4, dtype=torch.float32)
+    step = torch.compile(loss, fullgraph=True)
+    value, grad = value_and_grad(lambda x: step(x, TARGET), logits)
+    want, slope = value_and_grad(lambda x: loss(x, TARGET), logits)
+    torch.testing.assert_close(value, want, **TOLERANCE[torch.float32])
+    torch.testing.assert_close(grad, slope, **TOLERANCE[torch.float32])

@@ -1,0 +1,236 @@
+"""Masks, infinities, NaN, constant logits, one class: finite where it can be, and a bad row spoils only itself."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from plain import BACKENDS, NOISES, TOLERANCE, draw, plain_loss, run, value_and_grad
+
+from expacc import argmax_probabilities
+
+INF, NAN = math.inf, math.nan
+both = pytest.mark.parametrize("backend", BACKENDS)
+noises = pytest.mark.parametrize("noise", NOISES)
+normalized = pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
+powers = pytest.mark.parametrize("power", [0.0, 0.3, 1.0])
+close = TOLERANCE[torch.float32]
+
+
+@both
+@noises
+@normalized
+@powers
+@pytest.mark.parametrize("level", [0.0, -3.5, 1e4, 1e30, -3e38])
+def test_constant_logits_have_finite_value_and_gradient(
+    backend: str, noise: Any, normalize: bool, power: float, level: float
+) -> None:
+    options: dict[str, Any] = {"noise": noise, "power": power, "normalize": normalize, "backend": backend}
+    value, grad = value_and_grad(lambda x: run(backend, x, torch.tensor([0, 4]), **options), torch.full((2, 5), level))
+    equal = math.log(5.0) if power == 0 else (1.0 - 0.2**power) / power
+    torch.testing.assert_close(value, torch.full((2,), equal), **close)
+    assert torch.isfinite(grad).all()
+    torch.testing.assert_close(grad.sum(-1), torch.zeros(2), rtol=0, atol=1e-4)
+    assert grad[0, 0] < 0 < grad[0, 1]
+
+
+@both
+@noises
+@normalized
+@powers
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 1, 2)], ids=str)
+def test_one_class_always_wins(backend: str, noise: Any, normalize: bool, power: float, shape: Any) -> None:
+    target = torch.zeros(shape[:1] + shape[2:] if len(shape) > 1 else (), dtype=torch.int64)
+    options: dict[str, Any] = {"noise": noise, "power": power, "normalize": normalize, "backend": backend}
+    value, grad = value_and_grad(lambda x: run(backend, x, target, **options), draw(*shape, dtype=torch.float32))
+    assert torch.equal(value, torch.zeros(target.shape))
+    assert torch.equal(grad, torch.zeros(shape))
+
+
+@noises
+@normalized
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_one_class_always_wins_as_a_probability(noise: Any, normalize: bool, smoothing: float) -> None:
+    options: dict[str, Any] = {"noise": noise, "normalize": normalize, "label_smoothing": smoothing}
+    value, grad = value_and_grad(lambda x: run("reference", x, torch.ones(3, 1), **options), draw(3, 1))
+    assert torch.equal(value, torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(grad, torch.zeros(3, 1, dtype=torch.float64))
+
+
+@both
+@noises
+@normalized
+@powers
+@pytest.mark.parametrize("margin", [None, 0.5], ids=lambda r: f"margin{r}")
+def test_masked_competitors_count_as_absent(
+    backend: str, noise: Any, normalize: bool, power: float, margin: float | None
+) -> None:
+    logits, target = draw(4, 5, dtype=torch.float32), torch.tensor([0, 1, 2, 3])
+    logits[0, 4] = logits[2, 0] = logits[2, 1] = -INF
+    logits[3, [0, 1, 2, 4]] = -INF  # nobody left to compete with
+    options: dict[str, Any] = {"noise": noise, "power": power, "normalize": normalize, "margin": margin}
+    value, grad = value_and_grad(lambda x: run(backend, x, target, backend=backend, **options), logits)
+    want, slope = value_and_grad(lambda x: plain_loss(x, target, **options).float(), logits)
+    torch.testing.assert_close(value, want, **close)
+    # The plain rows divide -inf by the standard deviation, whose gradient is then NaN; the law is that it is 0.
+    slope = torch.where(torch.isinf(logits), 0.0, slope) if not normalize else None
+    if slope is not None:
+        torch.testing.assert_close(grad, slope, **close)
+    assert torch.isfinite(grad).all()
+    assert torch.equal(grad[torch.isinf(logits)], torch.zeros(7))
+
+
+@both
+@noises
+@normalized
+def test_masking_equals_a_very_low_score(backend: str, noise: Any, normalize: bool) -> None:
+    logits, target = draw(3, 4, dtype=torch.float32), torch.tensor([0, 1, 2])
+    options: dict[str, Any] = {"noise": noise, "normalize": normalize, "backend": backend}
+    logits[:, 3] = -INF
+    value, grad = value_and_grad(lambda x: run(backend, x, target, **options), logits)
+    want, slope = value_and_grad(lambda x: run(backend, x, target, **options), logits[:, :3])
+    torch.testing.assert_close(value, want, **close)
+    torch.testing.assert_close(grad[:, :3], slope, **close)
+
+
+@both
+@noises
+@normalized
+@pytest.mark.parametrize("margin", [None, 0.5], ids=lambda r: f"margin{r}")
+@pytest.mark.parametrize("power", [0.0, 0.3, 1.0, -1.0])
+def test_a_masked_true_class_is_lost(
+    backend: str, noise: Any, normalize: bool, margin: float | None, power: float
+) -> None:
+    logits, target = draw(3, 4, dtype=torch.float32), torch.tensor([0, 1, 2])
+    logits[1, 1] = -INF
+    options: dict[str, Any] = {"noise": noise, "power": power, "normalize": normalize, "margin": margin}
+    value, grad = value_and_grad(lambda x: run(backend, x, target, backend=backend, **options), logits)
+    assert value[1] == (pytest.approx(1.0 / power) if power > 0 else INF)
+    assert torch.isfinite(value[[0, 2]]).all()
+    assert torch.isfinite(grad).all()
+
+
+@both
+@noises
+@powers
+@pytest.mark.parametrize("margin", [None, 0.5], ids=lambda r: f"margin{r}")
+def test_plus_inf_wins_or_loses_in_its_own_row(backend: str, noise: Any, power: float, margin: float | None) -> None:
+    logits, target = draw(4, 3, dtype=torch.float32), torch.tensor([0, 1, 2, 0])
+    options: dict[str, Any] = {"noise": noise, "power": power, "margin": margin, "normalize": False}
+    want, slope = value_and_grad(lambda x: run(backend, x, target, backend=backend, **options), logits)
+    logits[0, 1] = logits[1, 1] = INF
+    logits[2, 1:] = INF  # equal infinities have no difference
+    value, grad = value_and_grad(lambda x: run(backend, x, target, backend=backend, **options), logits)
+    assert value[0] == (pytest.approx(1.0 / power) if power > 0 else INF)
+    assert value[1] == 0 or margin is not None
+    assert torch.isnan(value[2])
+    assert torch.equal(value[3], want[3])
+    assert torch.equal(grad[3], slope[3])
+    assert torch.isfinite(grad[:2]).all()
+
+
+@both
+@noises
+@pytest.mark.parametrize("bad", [INF, -INF])
+def test_an_infinity_takes_no_part_in_the_statistics(backend: str, noise: Any, bad: float) -> None:
+    logits, target = draw(4, 3, dtype=torch.float32), torch.tensor([0, 1, 2, 0])
+    logits[1, 0] = bad
+    others = [0, 2, 3]
+    value, _ = value_and_grad(lambda x: run(backend, x, target, noise=noise, backend=backend), logits)
+    finite = logits[torch.isfinite(logits)].double()
+    scaled = (logits[others].double() - finite.mean()) / (finite.var() + 1e-5).sqrt()
+    want = plain_loss(scaled, target[others], noise=noise, normalize=False).float()
+    torch.testing.assert_close(value[others], want, **close)
+
+
+@both
+@noises
+@normalized
+@powers
+@pytest.mark.parametrize("place", [0, 1], ids=["true-class", "competitor"])
+@pytest.mark.parametrize("margin", [None, 0.5], ids=lambda r: f"margin{r}")
+def test_nan_stays_in_its_row(
+    backend: str, noise: Any, normalize: bool, power: float, place: int, margin: float | None
+) -> None:
+    logits, target = draw(4, 3, dtype=torch.float32), torch.tensor([2, 0, 1, 0])
+    others = [0, 2, 3]
+    logits[1, place] = NAN
+    options: dict[str, Any] = {"noise": noise, "power": power, "normalize": normalize, "margin": margin}
+    upstream = torch.tensor([1.0, 2.0, 0.5, 3.0])
+    leaf, rest = logits.clone().requires_grad_(), logits[others].requires_grad_()
+    value = run(backend, leaf, target, backend=backend, **options)
+    want = run(backend, rest, target[others], backend=backend, **options)
+    (grad,), (slope,) = torch.autograd.grad(value, leaf, upstream), torch.autograd.grad(want, rest, upstream[others])
+    assert torch.isnan(value[1])
+    assert torch.isnan(grad[1]).all()
+    torch.testing.assert_close(value[others], want, **close)
+    torch.testing.assert_close(grad[others], slope, **close)
+
+
+@noises
+@normalized
+@pytest.mark.parametrize("soft", ["smoothing", "probabilities"])
+def test_nan_stays_in_its_row_with_soft_targets(noise: Any, normalize: bool, soft: str) -> None:
+    logits, target = draw(3, 3), torch.tensor([2, 0, 1])
+    logits[1, 1] = NAN
+    if soft == "probabilities":
+        target = torch.nn.functional.one_hot(target, 3).double() * 0.8 + 0.2 / 3
+    options: dict[str, Any] = {"noise": noise, "normalize": normalize, "label_smoothing": 0.2 * (soft == "smoothing")}
+    value, grad = value_and_grad(lambda x: run("reference", x, target, **options), logits)
+    want, slope = value_and_grad(lambda x: run("reference", x, target[::2], **options), logits[::2])
+    assert torch.isnan(value[1])
+    assert torch.isnan(grad[1]).all()
+    torch.testing.assert_close(value[::2], want, **TOLERANCE[torch.float64])
+    torch.testing.assert_close(grad[::2], slope, **TOLERANCE[torch.float64])
+
+
+@both
+@noises
+def test_nan_reaches_the_mean_but_no_other_rows_gradient(backend: str, noise: Any) -> None:
+    logits, target = draw(3, 3, dtype=torch.float32), torch.tensor([2, 0, 1])
+    logits[1, 1] = NAN
+    value, grad = value_and_grad(
+        lambda x: run(backend, x, target, noise=noise, reduction="mean", backend=backend), logits
+    )
+    assert torch.isnan(value)
+    assert torch.isfinite(grad[[0, 2]]).all()
+    assert (grad[[0, 2]] != 0).any()
+
+
+@both
+@noises
+@normalized
+def test_hopeless_rows_keep_their_gradient_at_power_zero(backend: str, noise: Any, normalize: bool) -> None:
+    logits = torch.tensor([[0.0, 1e4, -1e4], [1e4, 0.0, 0.0]])
+    options: dict[str, Any] = {"noise": noise, "power": 0, "normalize": normalize, "backend": backend}
+    value, grad = value_and_grad(lambda x: run(backend, x, torch.tensor([0, 0]), **options), logits)
+    assert torch.isfinite(value).all()
+    assert grad[0, 0] < 0 < grad[0, 1]
+
+
+@noises
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_argmax_probabilities_keep_a_bad_row_to_itself(noise: Any, bad: float) -> None:
+    logits = draw(3, 4)
+    want, slope = value_and_grad(lambda x: argmax_probabilities(x, noise=noise), logits)
+    logits[1, 2] = bad
+    value, grad = value_and_grad(lambda x: argmax_probabilities(x, noise=noise), logits)
+    assert torch.equal(value[::2], want[::2])
+    torch.testing.assert_close(grad[0], slope[0], **TOLERANCE[torch.float64])
+    torch.testing.assert_close(grad[2], slope[2], **TOLERANCE[torch.float64])
+    assert torch.isnan(value[1]).any() or (value[1, 2] == 1 and math.isinf(bad))
+
+
+@noises
+def test_argmax_probabilities_of_masked_classes_are_zero(noise: Any) -> None:
+    logits = draw(3, 4)
+    logits[0, 1] = -INF
+    logits[1] = -INF
+    value, grad = value_and_grad(lambda x: argmax_probabilities(x, noise=noise), logits)
+    rest = argmax_probabilities(logits[:1, [0, 2, 3]], noise=noise)
+    torch.testing.assert_close(value[:1, [0, 2, 3]], rest, **TOLERANCE[torch.float64])
+    assert value[0, 1] == 0
+    torch.testing.assert_close(value[1], torch.full((4,), 0.25, dtype=torch.float64))
+    assert torch.isfinite(grad).all()
+    assert grad[0, 1] == 0
+    assert torch.equal(grad[1], torch.zeros(4, dtype=torch.float64))
