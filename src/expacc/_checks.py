@@ -117,8 +117,7 @@ def check_target(logits: Tensor, target: Any, ignore_index: int) -> bool:
     """Raise unless ``target`` fits ``logits``; return whether it holds class probabilities."""
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a tensor, got {type(target).__name__}: write torch.as_tensor(target).")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an integer, got {ignore_index!r}: write for example ignore_index=-100.")
+    check_ignore_index(ignore_index)
     if target.device != logits.device:
         raise ValueError(
             f"target is on {target.device} and logits on {logits.device}: write target.to({str(logits.device)!r})."
@@ -146,12 +145,27 @@ def check_target(logits: Tensor, target: Any, ignore_index: int) -> bool:
     return True
 
 
-def check_weight(weight: Any, logits: Tensor) -> None:
-    """Raise unless ``weight`` is None or one number per class on the logits' device."""
+def check_ignore_index(ignore_index: Any) -> None:
+    """Raise unless ``ignore_index`` is an integer."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an integer, got {ignore_index!r}: write for example ignore_index=-100.")
+
+
+def check_weight_form(weight: Any) -> None:
+    """Raise unless ``weight`` is None or a vector of floating point: what can be said without the logits."""
     if weight is None:
         return
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise TypeError(f"weight must be a floating-point tensor of one number per class, got {describe(weight)}.")
+    if weight.ndim != 1:
+        raise ValueError(f"weight must have one number per class, shape (C,); got shape {tuple(weight.shape)}.")
+
+
+def check_weight(weight: Any, logits: Tensor) -> None:
+    """Raise unless ``weight`` is None or one number per class on the logits' device."""
+    check_weight_form(weight)
+    if weight is None:
+        return
     if weight.shape != (class_count(logits),):
         raise ValueError(
             f"weight must have one number per class, shape ({class_count(logits)},); got shape {tuple(weight.shape)}."
@@ -205,6 +219,8 @@ def as_state(name: str, value: Any, *, positive: bool = False) -> Tensor:
     if isinstance(value, Tensor):
         if value.ndim != 0 or not value.is_floating_point():
             raise ValueError(f"{name} must be a number or a 0-dim floating-point tensor, got {describe(value)}.")
+        if value.device.type == "cpu":  # elsewhere looking would wait for the device
+            check_number(name, value.item(), "1.0" if positive else "0.3", positive=positive)
         return value.detach().to(torch.float64, copy=True)
     check_number(name, value, "1.0" if positive else "0.3", positive=positive)
     return torch.tensor(value, dtype=torch.float64)

@@ -89,6 +89,8 @@ class ExactLoss(nn.Module):
         super().__init__()
         _checks.check_margin(margin)
         _checks.check_choice("noise", noise, _checks.NOISES)
+        _checks.check_weight_form(weight)
+        _checks.check_ignore_index(ignore_index)
         _checks.check_choice("reduction", reduction, _checks.REDUCTIONS)
         _checks.check_smoothing(label_smoothing, margin)
         _checks.check_nodes(nodes)
@@ -128,7 +130,7 @@ class ExactLoss(nn.Module):
                 "normalize=True has nothing to normalise by in a single sample of two classes: its gradient is 0. "
                 "Use larger batches, or ExactLoss(normalize=False).",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,  # past Module's two frames, at the caller's line
             )
         return exact_loss(
             logits,
