@@ -13,7 +13,9 @@
 #define CELLS 288
 #define FINE 4000               /* from so many classes on fine cells cost nothing */
 #define COPIES 4                /* of the histogram: a class does not wait for the class before it */
-#define CHUNK 1024
+#define CHUNK 1024              /* classes whose gradient is summed in float */
+#define BATCH 256               /* classes that are binned at a time */
+#define SAMPLED 2048            /* from so many classes on a sample of them says how many can be cut away */
 #define SAMPLES 256
 #define NODES 128
 #define SCAN 32
@@ -34,14 +36,12 @@ typedef struct {
     float cell[CELLS][4];              /* the cells that are not empty, */
     int32_t point[CELLS];              /* and their middles in 1/32 */
     float group[CELLS];
-    float gap[2 * CHUNK + 16];         /* in cells: classes that wait to be binned */
-    uint32_t slot[CHUNK];
-    float power[CHUNK * 4];
+    float gap[2 * BATCH + 16];         /* in cells: classes that wait to be binned */
     float sample[SAMPLES + 32];
     float height[NODES], weight[NODES];
     float value[3][PIECES + 16];
     float piece[PIECES][8];
-    float coef[6][PIECES];
+    float coef[5][PIECES];
     int32_t offset[LISTED + 16], index[LISTED + 16];
     float rest[LISTED + 16];
 } work;
@@ -49,6 +49,9 @@ typedef struct {
 enum { NORMAL, LOST, WON, BROKEN, LEVEL };
 
 /* ---- small pieces ---- */
+/* libm's are calls: they have rules for NaN. */
+#define LESS(a, b) ((a) < (b) ? (a) : (b))
+#define MORE(a, b) ((a) > (b) ? (a) : (b))
 static float log_one(float x) { return vf_log(vf_set(x))[0]; }
 static float exp_one(float x) { return x < -87.0f ? 0.0f : vf_exp(vf_set(x))[0]; }
 
@@ -320,10 +323,10 @@ static support look(const compressed *c, double nearest, int first, int a) {
         float low, high, low2, high2;
         crossings(v, top - DROP, &low, &high);
         crossings(slope, top_slope - DROP_SLOPE, &low2, &high2);
-        low = fminf(low, low2), high = fmaxf(high, high2);
+        low = LESS(low, low2), high = MORE(high, high2);
         /* An edge beyond what a closer look sees is that of the wider look. */
-        s.low = low > 0 ? y0 + step * low : fmin(y0, wide_low);
-        s.high = high < SCAN - 1 ? y0 + step * high : fmax(y0 + step * high, wide_high);
+        s.low = low > 0 ? y0 + step * low : LESS(y0, wide_low);
+        s.high = high < SCAN - 1 ? y0 + step * high : MORE(y0 + step * high, wide_high);
         s.mode = y0 + step * (float)mode;
         if (!s.confident && a > 0 && bend > 2.0f) { /* too narrow to be seen: closer, around the peak */
             const int b = a >= TABLE_ONE ? 5 : a >= TABLE_HALF ? 3 : a > 3 ? 1 : 0; /* a quarter */
@@ -346,7 +349,7 @@ static support look(const compressed *c, double nearest, int first, int a) {
         float want = s.confident ? 0.5f : bend > 0 ? PEAK_STEP * step / sqrtf(bend) : 0.75f;
         if (flank > 0 && flank < SCAN - 1) {
             float k1 = 2 * g[flank] - g[flank - 1] - g[flank + 1];
-            if (k1 > 0) want = fminf(want, FLANK_STEP * step / sqrtf(k1));
+            if (k1 > 0) want = LESS(want, FLANK_STEP * step / sqrtf(k1));
         }
         int layout = 0;
         want *= UNIT;
@@ -358,10 +361,11 @@ static support look(const compressed *c, double nearest, int first, int a) {
 }
 
 /* ---- compressing ---- */
-/* Beyond this gap above the nearest a class is worth less than 1e-6/C of the row, wherever the row lives (from low on). */
-static double reach(double low, double classes) {
-    double right = low > 0 ? low : 0;
-    return sqrt(right * right + 2 * (14 + log(classes))) - low;
+/* Beyond this gap above the nearest a class is worth less than 1e-6/C of the row, wherever the row lives (from low on):
+ * depth = 2 log(1e6 C). */
+static double reach(double low, double depth) {
+    double right = MORE(low, 0.0);
+    return sqrt(right * right + depth) - low;
 }
 
 EXPACC_INLINE vf load_part(const float *x, ptrdiff_t n) {
@@ -374,7 +378,7 @@ EXPACC_INLINE vf load_part(const float *x, ptrdiff_t n) {
 static void list_row(compressed *c, const float *x, ptrdiff_t n, ptrdiff_t y, float top, double scale, double held) {
     work *w = c->w;
     c->listed = (int)n;
-    const float unit = (float)(scale * UNIT), shut = (float)fmin(held * UNIT, 3000.0);
+    const float unit = (float)(scale * UNIT), shut = (float)LESS(held * UNIT, 3000.0);
     for (ptrdiff_t i = 0; i < n; i += EXPACC_LANES) {
         vf d = top - (i + EXPACC_LANES <= n ? vf_load(x + i) : load_part(x + i, n - i));
         vf q = vf_select(vf_lt(d, vf_set(INFINITY)), vf_min(d * unit, vf_set(shut)), vf_set(3000.0f));
@@ -387,11 +391,16 @@ static void list_row(compressed *c, const float *x, ptrdiff_t n, ptrdiff_t y, fl
 
 /* Add the powers 1, t, t², t³ of n gaps (a multiple of EXPACC_LANES) to their cells. */
 static void deposit(work *w, const float *gap, ptrdiff_t n) {
+    enum { RUNS = EXPACC_LANES / 4, RING = 4 };
+    uint32_t slots[RING][EXPACC_LANES];
+    float powers[RING][4 * EXPACC_LANES];
+    char *hist = (char *)w->hist;
     for (ptrdiff_t i = 0; i < n; i += EXPACC_LANES) {
+        uint32_t *slot = slots[i / EXPACC_LANES % RING];
+        float *p = powers[i / EXPACC_LANES % RING];
         vf q = vf_load(gap + i), r = vf_round(q), t = q - r, t2 = t * t, t3 = t2 * t;
-        vi slot = __builtin_convertvector(r, vi) << 6;
-        memcpy(w->slot + i, &slot, sizeof slot);
-        float *p = w->power + 4 * i;
+        vi number = __builtin_convertvector(r, vi) << 6;
+        memcpy(slot, &number, sizeof number);
 #if EXPACC_LANES == 16
         __m512 one = _mm512_set1_ps(1.0f), a = (__m512)t, b = (__m512)t2, c = (__m512)t3;
         __m512 l0 = _mm512_unpacklo_ps(one, a), h0 = _mm512_unpackhi_ps(one, a);
@@ -414,19 +423,13 @@ static void deposit(work *w, const float *gap, ptrdiff_t n) {
             v4_store(p + 4 * k, m);
         }
 #endif
-    }
-    /* With 16 and 8 lanes the classes k, k + 4, k + 8, k + 12 of a vector stand together. */
-    enum { RUNS = EXPACC_LANES / 4 };
-    char *hist = (char *)w->hist;
-    for (ptrdiff_t i = 0; i < n; i += EXPACC_LANES) {
-        const uint32_t *slot = w->slot + i;
-        const float *p = w->power + 4 * i;
+        /* With 16 and 8 lanes the classes k, k + 4, k + 8, k + 12 of a vector stand together. */
 #pragma GCC unroll 4
-        for (int r = 0; r < RUNS; r++)
+        for (int r4 = 0; r4 < RUNS; r4++)
 #pragma GCC unroll 4
-            for (int c = 0; c < COPIES; c++) {
-                float *h = (float *)(hist + slot[4 * r + c]) + 4 * c;
-                const int at = EXPACC_LANES >= 8 ? c * RUNS + r : 4 * r + c;
+            for (int c4 = 0; c4 < COPIES; c4++) {
+                float *h = (float *)(hist + slot[4 * r4 + c4]) + 4 * c4;
+                const int at = EXPACC_LANES >= 8 ? c4 * RUNS + r4 : 4 * r4 + c4;
                 v4_store(h, v4_load(h) + v4_load(p + 4 * at));
             }
     }
@@ -469,10 +472,10 @@ static void bin_row(compressed *c, const float *x, ptrdiff_t n, ptrdiff_t y, flo
     int cells = (int)(most * per + 0.5) + 1;
     if (cells > CELLS - 1) cells = CELLS - 1;
     memset(w->hist, 0, sizeof w->hist[0] * (size_t)cells + sizeof w->hist[0]);
-    const float unit = (float)(scale * per), limit = (float)cells - 0.501f, shut = (float)fmin(held * per, 1e30);
+    const float unit = (float)(scale * per), limit = (float)cells - 0.501f, shut = (float)LESS(held * per, 1e30);
     int settled = 0, waiting = 0, deposited = 0;
-    for (ptrdiff_t i0 = 0; i0 < n; i0 += CHUNK) {
-        const ptrdiff_t size = n - i0 < CHUNK ? n - i0 : CHUNK;
+    for (ptrdiff_t i0 = 0; i0 < n; i0 += BATCH) {
+        const ptrdiff_t size = n - i0 < BATCH ? n - i0 : BATCH;
         for (ptrdiff_t i = 0; i < size; i += EXPACC_LANES) {
             vf v = i + EXPACC_LANES <= size ? vf_load(x + i0 + i) : load_part(x + i0 + i, size - i);
             if ((size_t)(y - i0 - i) < EXPACC_LANES)
@@ -486,11 +489,11 @@ static void bin_row(compressed *c, const float *x, ptrdiff_t n, ptrdiff_t y, flo
             }
             waiting += (int)keep(w->gap + waiting, in, q);
         }
-        if (waiting >= CHUNK) {
-            deposit(w, w->gap, CHUNK);
-            waiting -= CHUNK;
-            memmove(w->gap, w->gap + CHUNK, sizeof(float) * (size_t)waiting);
-            if (++deposited % 2 == 0) settle(w, cells, &settled);
+        if (waiting >= BATCH) {
+            deposit(w, w->gap, BATCH);
+            waiting -= BATCH;
+            memmove(w->gap, w->gap + BATCH, sizeof(float) * (size_t)waiting);
+            if (++deposited % 8 == 0) settle(w, cells, &settled);
         }
     }
     if (!deposited && waiting <= LISTED) { /* few are left: one by one */
@@ -535,7 +538,7 @@ typedef struct {
     float width;    /* of a piece */
 } integrals;
 
-static integrals integrate(const compressed *c, double nearest, const support *s, double classes, int slopes) {
+static integrals integrate(const compressed *c, double nearest, const support *s, double depth, int slopes) {
     work *w = c->w;
     integrals out = {0};
     const int a = s->layout, stride = TABLE_STRIDES[a];
@@ -543,7 +546,7 @@ static integrals integrate(const compressed *c, double nearest, const support *s
     int first = (int)((s->low - TABLE_LOW) * UNIT);
     if (first < 0) first = 0;
     const double y0 = TABLE_LOW + (double)first / UNIT;
-    int count = (int)ceil((s->high - y0) / step) + 1;
+    int count = (int)((s->high - y0) / step) + 2;
     count = (count + EXPACC_LANES - 1) & ~(EXPACC_LANES - 1);
     if (count > NODES) count = NODES;
     heights(c, first, a, 0, count, w->height);
@@ -580,7 +583,7 @@ static integrals integrate(const compressed *c, double nearest, const support *s
             vf_store(w->weight + k, vf_where(vf_lt(vf_set(-60.0f), h), e * vf_exp(h)));
         }
         double unit = step * EXPACC_INV_SQRT_2PI * (double)exp_one((float)(-0.5 * zr * zr));
-        double miss = fmin(vf_sum(sum) * unit, 0.75);
+        double miss = LESS(vf_sum(sum) * unit, 0.75);
         out.log_p = (double)vf_log1p(vf_set((float)-miss))[0];
         out.slope = unit / (1.0 - miss);
     }
@@ -590,7 +593,7 @@ static integrals integrate(const compressed *c, double nearest, const support *s
     int low = 0, high = count;
     while (low < count - 1 && w->weight[low] == 0.0f) low++;
     while (high > low + 1 && w->weight[high - 1] == 0.0f) high--;
-    const double bottom = y0 + low * step, most = reach(fmax(bottom, s->low), classes);
+    const double bottom = y0 + low * step, most = reach(MORE(bottom, s->low), depth);
     const int b = most > 15.5;
     const float width = b ? 1.0f : 0.5f;
     vf sums[3][PIECES / EXPACC_LANES];
@@ -609,9 +612,10 @@ static integrals integrate(const compressed *c, double nearest, const support *s
     for (int v = 0; v < PIECES / EXPACC_LANES; v++) {
         vf g = vf_max(sums[0][v], vf_set(1e-37f));
         vf l1 = sums[1][v] / g;
-        vf_store(w->value[0] + v * EXPACC_LANES, vf_log(vf_max(g * inverse, vf_set(1e-37f))) * 1.44269504f);
-        vf_store(w->value[1] + v * EXPACC_LANES, l1 * (width * 1.44269504f));
-        vf_store(w->value[2] + v * EXPACC_LANES, (sums[2][v] / g - l1 * l1) * (width * width * 1.44269504f));
+        vf h = vf_exp(0.125f * vf_log(vf_max(g * inverse, vf_set(1e-37f)))), slope = l1 * (0.125f * width);
+        vf_store(w->value[0] + v * EXPACC_LANES, h);
+        vf_store(w->value[1] + v * EXPACC_LANES, h * slope);
+        vf_store(w->value[2] + v * EXPACC_LANES, h * ((sums[2][v] / g - l1 * l1) * (0.125f * width * width) + slope * slope));
     }
     for (int d = 0; d < 3; d++) w->value[d][PIECES] = 0;
     for (int v = 0; v < PIECES; v += EXPACC_LANES) {
@@ -620,31 +624,19 @@ static integrals integrate(const compressed *c, double nearest, const support *s
         vf e0 = vf_load(w->value[2] + v), e1 = vf_load(w->value[2] + v + 1);
         vf_store(w->coef[0] + v, p0);
         vf_store(w->coef[1] + v, d0);
-        vf_store(w->coef[2] + v, 0.5f * e0);
-        vf_store(w->coef[3] + v, 10.0f * d - 6.0f * d0 - 4.0f * d1 - 1.5f * e0 + 0.5f * e1);
-        vf_store(w->coef[4] + v, -15.0f * d + 8.0f * d0 + 7.0f * d1 + 1.5f * e0 - e1);
-        vf_store(w->coef[5] + v, 6.0f * d - 3.0f * (d0 + d1) - 0.5f * (e0 - e1));
+        vf k4 = 0.25f * (e0 + e1) + 0.5f * (d0 - d1);
+        vf_store(w->coef[2] + v, 3.0f * d - 2.0f * d0 - d1 + k4);
+        vf_store(w->coef[3] + v, d0 + d1 - 2.0f * d - 2.0f * k4);
+        vf_store(w->coef[4] + v, k4);
     }
 #if EXPACC_LANES != 16
     for (int j = 0; j < PIECES; j++)
-        for (int k = 0; k < 6; k++) w->piece[j][k] = w->coef[k][j];
+        for (int k = 0; k < 5; k++) w->piece[j][k] = w->coef[k][j];
 #endif
     out.width = width;
-    out.pieces = (int)ceil(most / width);
+    out.pieces = (int)(most / width) + 1;
     if (out.pieces > PIECES - 1) out.pieces = PIECES - 1;
     return out;
-}
-
-/* 2^p, p <= 0 or so and above -126. */
-EXPACC_INLINE vf exp2_of(vf p) {
-    const float magic = 12582912.0f;
-    vf shifted = p + magic, r = p - (shifted - magic);
-    vf e = 1.3398874e-3f * r + 9.6184373e-3f;
-    e = e * r + 5.5503324e-2f;
-    e = e * r + 2.4022648e-1f;
-    e = e * r + 6.9314720e-1f;
-    e = e * r + 1.0f;
-    return (vf)((vi)e + ((vi)shifted << 23));
 }
 
 typedef struct {
@@ -654,17 +646,17 @@ typedef struct {
 } slope_rule;
 
 #if EXPACC_LANES == 16
-typedef struct { __m512 low[6], high[6]; } pieces; /* stay in registers */
+typedef struct { __m512 low[5], high[5]; } pieces; /* stay in registers */
 EXPACC_INLINE pieces load_pieces(const work *w) {
     pieces p;
-    for (int k = 0; k < 6; k++) p.low[k] = _mm512_loadu_ps(w->coef[k]), p.high[k] = _mm512_loadu_ps(w->coef[k] + 16);
+    for (int k = 0; k < 5; k++) p.low[k] = _mm512_loadu_ps(w->coef[k]), p.high[k] = _mm512_loadu_ps(w->coef[k] + 16);
     return p;
 }
 EXPACC_INLINE vf polynomial(const pieces *c, vi j, vf t) {
     const __m512i i = (__m512i)j;
-    vf p = (vf)_mm512_permutex2var_ps(c->low[5], i, c->high[5]);
-#pragma GCC unroll 5
-    for (int k = 4; k >= 0; k--) p = p * t + (vf)_mm512_permutex2var_ps(c->low[k], i, c->high[k]);
+    vf p = (vf)_mm512_permutex2var_ps(c->low[4], i, c->high[4]);
+#pragma GCC unroll 4
+    for (int k = 3; k >= 0; k--) p = p * t + (vf)_mm512_permutex2var_ps(c->low[k], i, c->high[k]);
     return p;
 }
 #else
@@ -675,22 +667,24 @@ EXPACC_INLINE vf polynomial(const pieces *piece, vi j, vf t) {
     for (int k = 0; k < EXPACC_LANES; k++) {
         const float *c = (*piece)[j[k]];
         float s = t[k];
-        p[k] = ((((c[5] * s + c[4]) * s + c[3]) * s + c[2]) * s + c[1]) * s + c[0];
+        p[k] = (((c[4] * s + c[3]) * s + c[2]) * s + c[1]) * s + c[0];
     }
     return p;
 }
 #endif
 
-/* G relative to the nearest competitor's, 0 where a class takes no part; *gap its gap in pieces. */
+/* The entry of the gradient, 0 where a class takes no part; *gap its gap in pieces. */
 EXPACC_INLINE vf slope_of(const pieces *c, const slope_rule *r, int capped, vf x, vf *gap) {
     vf d = r->top - x;
     vf q = d * r->unit;
     if (capped) q = vf_select(vf_lt(d, vf_set(INFINITY)), vf_min(q, vf_set(r->shut)), vf_set(1e9f));
     vm in = vf_lt(q, vf_set(r->last));
-    q = vf_where(in, q);
+    q = vf_min(q, vf_set(r->last));
     *gap = q;
     vi j = __builtin_convertvector(q, vi);
-    return vf_where(in, exp2_of(polynomial(c, j, q - __builtin_convertvector(j, vf))));
+    vf p = polynomial(c, j, q - __builtin_convertvector(j, vf));
+    p *= p, p *= p;
+    return vf_where(in, p * p * r->coefficient);
 }
 
 typedef struct { double all, live, all_gap, live_gap; } slope_sums;
@@ -715,9 +709,8 @@ EXPACC_INLINE slope_sums slopes_of(const work *w, const slope_rule *rule, const 
             live += g;
             if (dots) live_gap += g * q;
             if (!grad) continue;
-            vf o = g * r.coefficient;
-            if (part) memcpy(grad + i0 + i, &o, sizeof(float) * (size_t)(size - i));
-            else vf_store(grad + i0 + i, o);
+            if (part) memcpy(grad + i0 + i, &g, sizeof(float) * (size_t)(size - i));
+            else vf_store(grad + i0 + i, g);
         }
         s.live += vf_sum(live);
         if (dots) s.live_gap += vf_sum(live_gap);
@@ -813,7 +806,7 @@ static void far_row(const expacc_rows *in, ptrdiff_t r, float top, double neares
         far_terms s = far_sum(x, n, own, at[k], top, u_scale, held, 0);
         double z = at[k] - nearest;
         height[k] = s.rest - 0.5 * (s.square + z * z);
-        best = fmax(best, height[k]);
+        best = MORE(best, height[k]);
     }
     for (int k = 0; k < FAR_NODES; k++) {
         height[k] = exp(height[k] - best);
@@ -855,7 +848,7 @@ static void far_row(const expacc_rows *in, ptrdiff_t r, float top, double neares
     if (in->dot_live) in->dot_live[r] = weight * live_gap;
 }
 
-static void row(const expacc_rows *in, ptrdiff_t r, work *w) {
+static void row(const expacc_rows *in, ptrdiff_t r, work *w, double depth) {
     const ptrdiff_t n = in->classes;
     const int64_t y = in->target[r];
     if (y < 0) { fill_row(in, r, 0, 0); return; }
@@ -871,7 +864,7 @@ static void row(const expacc_rows *in, ptrdiff_t r, work *w) {
         if (kind == LEVEL) { fill_row(in, r, (float)-log((double)n), 0); return; }
     }
     const double scale = in->scale[r], cap = in->cap[r], own = x[y];
-    const double gap = (own - (double)top) * scale, nearest = fmin(gap, cap);
+    const double gap = (own - (double)top) * scale, nearest = LESS(gap, cap);
     if (nearest > CERTAIN) { fill_row(in, r, 0, 0); return; }
     /* All gaps relative to the nearest; where the nearest is capped, so is everybody. */
     const double held = cap - nearest, u_scale = gap < cap ? scale : 0.0;
@@ -880,27 +873,29 @@ static void row(const expacc_rows *in, ptrdiff_t r, work *w) {
     compressed c = {w, 0, 0, 0, 0};
     if (nearest < -250) { far_row(in, r, top, nearest, u_scale, held, wanted); return; }
     double low = 0.5 * nearest - 4.4;
-    int first = (int)floor((low - 0.5 - TABLE_LOW) * UNIT), a = nearest >= -10 ? TABLE_HALF : TABLE_ONE;
+    int first = (int)((low - 0.5 - TABLE_LOW) * UNIT), a = nearest >= -10 ? TABLE_HALF : TABLE_ONE;
     if (first < 0) first = 0;
     if (n <= LISTED) list_row(&c, x, n, y, top, u_scale, held);
     else {
+        if (n >= SAMPLED) {
         /* Classes left out only raise F to the left: where the sample's integrands begin, the row's do or further right. */
         list_row(&c, w->sample, samples, -1, top, u_scale, held);
         support s = look(&c, nearest, first, a);
-        if (!s.outside) low = fmax(low, s.low - 0.1);
-        const double most = reach(fmax(low, TABLE_LOW), (double)n);
+        if (!s.outside) low = MORE(low, s.low - 0.1);
+        }
+        const double most = reach(MORE(low, (double)TABLE_LOW), depth);
         c.fit = most <= 8 ? 2 : most <= 16 && (nearest > -6 || n > FINE) ? 1 : 0;
         bin_row(&c, x, n, y, top, u_scale, most, held);
     }
     support s = look(&c, nearest, first, a);
     if (s.outside) { far_row(in, r, top, nearest, u_scale, held, wanted); return; }
-    integrals v = integrate(&c, nearest, &s, (double)n, wanted);
+    integrals v = integrate(&c, nearest, &s, depth, wanted);
     in->log_p[r] = (float)v.log_p;
     if (!wanted) return;
 
     double weight = in->factor[r] * (double)exp_one((float)(in->power * v.log_p)) * v.slope;
     const float width = v.width;
-    slope_rule rule = {top, (float)(u_scale / width), (float)fmin(held / width, 1e6), (float)v.pieces,
+    slope_rule rule = {top, (float)(u_scale / width), (float)LESS(held / width, 1e6), (float)v.pieces,
                        (float)(weight * scale), -INFINITY};
     const int capped = cap < INFINITY;
     if (capped) rule.threshold = cap_threshold(own, scale, cap);
@@ -908,9 +903,9 @@ static void row(const expacc_rows *in, ptrdiff_t r, work *w) {
     int dots = in->dot || in->dot_live;
     slope_sums sums = capped ? (dots ? slopes_of(w, &rule, x, grad, n, y, 1, 1) : slopes_of(w, &rule, x, grad, n, y, 1, 0))
                                   : (dots ? slopes_of(w, &rule, x, grad, n, y, 0, 1) : slopes_of(w, &rule, x, grad, n, y, 0, 0));
-    if (grad) grad[y] = (float)-(sums.live * (weight * scale));
-    if (in->dot) in->dot[r] = weight * (nearest * sums.all + width * sums.all_gap);
-    if (in->dot_live) in->dot_live[r] = weight * (nearest * sums.live + width * sums.live_gap);
+    if (grad) grad[y] = (float)-sums.live;
+    if (in->dot) in->dot[r] = (nearest * sums.all + width * sums.all_gap) / scale;
+    if (in->dot_live) in->dot_live[r] = (nearest * sums.live + width * sums.live_gap) / scale;
 }
 
 size_t EXPACC_NAME(expacc_binned_scratch)(ptrdiff_t classes) {
@@ -919,12 +914,13 @@ size_t EXPACC_NAME(expacc_binned_scratch)(ptrdiff_t classes) {
 }
 
 void EXPACC_NAME(expacc_binned)(const expacc_rows *in, void *scratch) {
+    const double depth = 2 * (14 + log((double)in->classes));
 #if defined(__x86_64__)
     /* Tails run into denormals, which cost a hundred cycles each there: they count as 0. */
     const unsigned saved = _mm_getcsr();
     _mm_setcsr(saved | 0x8040);
 #endif
-    for (ptrdiff_t r = 0; r < in->rows; r++) row(in, r, scratch);
+    for (ptrdiff_t r = 0; r < in->rows; r++) row(in, r, scratch, depth);
 #if defined(__x86_64__)
     _mm_setcsr(saved);
 #endif
