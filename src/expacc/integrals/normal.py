@@ -85,7 +85,8 @@ def _log_cdf(x: Tensor) -> Tensor:
     right = _density(a).div_(rate).neg_()
     left = rate.reciprocal_().mul_(_INV_SQRT_TWO_PI).sub_(1.0)
     log = torch.lerp(right, left, _is_left(x)).clamp(min=-1.0 + 2.0**-53).log1p_()
-    return log.sub_(x.clamp(max=0.0).square().mul_(0.5))
+    low = x.clamp(max=0.0)
+    return log.sub_(low.mul(0.5).mul_(low))  # not square() first: x² overflows where x²/2 does not
 
 
 def _bounded_part(x: Tensor) -> Tensor:
