@@ -106,10 +106,10 @@ def choose_path(logits: Tensor, target: Tensor, call: Call) -> Path:
         return "cpu"
     if call.backend == "cpu":
         raise RuntimeError(f"backend='cpu' cannot take this call: {obstacle}. Write backend='auto'.")
-    if not _told and not torch.compiler.is_compiling() and logits.device.type == "cpu" and _missing():
+    if not _told and not torch.compiler.is_compiling() and obstacle == _missing():
         _told = True
         warnings.warn(
-            f"expacc's native CPU kernel is missing ({_missing()}): the results are the same, "
+            f"expacc's native CPU kernel is missing ({obstacle}): the results are the same, "
             "from the reference, but slower.",
             RuntimeWarning,
             stacklevel=3,
