@@ -15,7 +15,8 @@ torch brings another runtime without that symbol, the kernel runs on the calling
 import ctypes
 import os
 import struct
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,9 +55,9 @@ def _load() -> _Native | _Failure:
         return _Failure(f"it cannot be loaded: {error}")
     library.expacc_variants.restype = ctypes.c_int64
     present = [name for bit, name in enumerate(_VARIANTS) if library.expacc_variants() >> bit & 1]
-    name = os.environ.get("EXPACC_CPU_VARIANT", present[-1])
+    name = wanted or present[-1]
     if name not in present:
-        return _Failure(f"EXPACC_CPU_VARIANT={name} does not run here, which has {', '.join(present)}")
+        return _Failure(f"EXPACC_CPU_VARIANT={name} does not run here; what does: {', '.join(present)}")
     library.expacc_loss.restype = ctypes.c_int64
     library.expacc_loss.argtypes = [ctypes.c_int64, ctypes.c_char_p]
     library.expacc_finish.restype = None
@@ -77,9 +78,32 @@ def _find_parallel() -> int:
     return 0
 
 
-@cache
+_current: _Native | _Failure | None = None
+
+
 def _native() -> _Native | _Failure:
-    return _load()
+    global _current
+    if _current is None:
+        _current = _load(Path(__file__).with_name(LIBRARY), os.environ.get("EXPACC_CPU_VARIANT"))
+    return _current
+
+
+@contextmanager
+def force_variant(name: str) -> Iterator[None]:
+    """Use this instruction set inside the block, in every thread: for tests and benchmarks.
+
+    Raises:
+        ValueError: the kernel has no such variant, or this machine does not run it.
+    """
+    global _current
+    before, chosen = _native(), _load(Path(__file__).with_name(LIBRARY), name)
+    if isinstance(chosen, _Failure):
+        raise ValueError(f"cannot use variant {name!r}: {chosen.reason}.")
+    _current = chosen
+    try:
+        yield
+    finally:
+        _current = before
 
 
 def available() -> bool:

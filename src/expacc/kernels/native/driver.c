@@ -24,7 +24,7 @@
 /* Up to here rows lie in lanes and are summed directly; beyond, they are binned. */
 #define DIRECT_CLASSES 40
 /* A region on other threads costs some 3 us; below these amounts of work one thread is faster. */
-#define PARALLEL_WORK 20000.0  /* in entries of a binned row; see cost() */
+#define PARALLEL_WORK 10000.0  /* in entries of a binned row; see cost() */
 #define PARALLEL_SWEEP 32768.0 /* entries of a pass over memory */
 
 /* ---- one chunk of rows at a time ---- */
@@ -149,6 +149,25 @@ static const float *rows_of(const void *x, int64_t dtype, int64_t inner, int64_t
 
 /* ---- statistics ---- */
 
+/* Σ (x - shift) and Σ (x - shift)²; not finite where an entry is not. */
+static void sweep(const float *x, int64_t n, double shift, double *sum, double *squares) {
+    const int half = EXPACC_LANES / 2;
+    const vd s = vd_set(shift);
+    vd a[4] = {{0}}, b[4] = {{0}};
+    int64_t c = 0;
+    for (; c + 4 * half <= n; c += 4 * half)
+        for (int k = 0; k < 4; k++) {
+            vd u = vd_load_float(x + c + k * half) - s;
+            a[k] += u, b[k] += u * u;
+        }
+    double one = vd_sum((a[0] + a[1]) + (a[2] + a[3])), two = vd_sum((b[0] + b[1]) + (b[2] + b[3]));
+    for (; c < n; c++) {
+        double u = x[c] - shift;
+        one += u, two += u * u;
+    }
+    *sum = one, *squares = two;
+}
+
 static void measure(const expacc_request *in, int64_t first, int64_t count, float *copy, double *out) {
     const int64_t classes = in->classes;
     ptrdiff_t stride;
@@ -162,23 +181,11 @@ static void measure(const expacc_request *in, int64_t first, int64_t count, floa
         int64_t length = classes;
         if (stride == classes) /* the rows up to the next one that is left out, in one sweep */
             while (r + 1 < count && in->target[first + r + 1] != in->ignore_index) r++, length += classes;
-        float bad = 0;
-        for (int64_t c = 0; c < length; c++) bad += row[c] * 0.0f;
-        if (bad == 0) {
-            if (!have_shift) shift = row[0], have_shift = 1;
-            const vd s = vd_set(shift);
-            vd a0 = {0}, a1 = {0}, b0 = {0}, b1 = {0};
-            int64_t c = 0;
-            for (; c + EXPACC_LANES <= length; c += EXPACC_LANES) {
-                vd u = vd_load_float(row + c) - s, v = vd_load_float(row + c + EXPACC_LANES / 2) - s;
-                a0 += u, a1 += v, b0 += u * u, b1 += v * v;
-            }
-            sum += vd_sum(a0 + a1), squares += vd_sum(b0 + b1);
-            for (; c < length; c++) {
-                double u = row[c] - shift;
-                sum += u, squares += u * u;
-            }
-            n += (double)length;
+        if (!have_shift && isfinite(row[0])) shift = row[0], have_shift = 1;
+        double one, two;
+        sweep(row, length, shift, &one, &two);
+        if (two - two == 0) {
+            sum += one, squares += two, n += (double)length;
             continue;
         }
         for (int64_t k = 0; k < length; k += classes) {
@@ -186,7 +193,6 @@ static void measure(const expacc_request *in, int64_t first, int64_t count, floa
             for (int64_t c = 0; c < classes; c++) broken |= isnan(row[k + c]);
             for (int64_t c = 0; c < classes && !broken; c++) {
                 if (!isfinite(row[k + c])) continue;
-                if (!have_shift) shift = row[k + c], have_shift = 1;
                 double u = row[k + c] - shift;
                 sum += u, squares += u * u, n += 1;
             }
@@ -414,10 +420,16 @@ static void finish_worker(void *data) {
                 else for (int64_t k = 0; k < in->classes; k++) g[k * in->g_class] *= u;
             } else if (in->dtype == FLOAT32 && in->x_class == 1 && in->g_class == 1) {
                 const float *x = (const float *)in->x + at;
-                for (int64_t k = 0; k < in->classes; k++) {
-                    double d = ((double)x[k] - mean) * slope;
-                    d = x[k] - x[k] == 0 ? d : 0.0;
-                    g[k] = (float)(up * g[k] + d);
+                /* The mean in two parts: x - high is exact where it is small. */
+                const float high = (float)mean, low = (float)(mean - high), rate = (float)slope, u = (float)up;
+                int64_t k = 0;
+                for (; k + EXPACC_LANES <= in->classes; k += EXPACC_LANES) {
+                    vf v = vf_load(x + k), d = ((v - high) - low) * rate;
+                    vf_store(g + k, u * vf_load(g + k) + vf_where(vf_eq(v - v, (vf){0}), d));
+                }
+                for (; k < in->classes; k++) {
+                    float d = ((x[k] - high) - low) * rate;
+                    g[k] = u * g[k] + (x[k] - x[k] == 0 ? d : 0.0f);
                 }
             } else
                 for (int64_t k = 0; k < in->classes; k++) {

@@ -14,23 +14,6 @@
 
 #define BLOCK (32 * EXPACC_LANES) /* summed in float; blocks in double */
 
-EXPACC_INLINE vf load_some(const float *p, ptrdiff_t n, float fill) {
-    float b[EXPACC_LANES];
-    for (int i = 0; i < EXPACC_LANES; i++) b[i] = fill;
-    if (n >= EXPACC_LANES) return vf_load(p);
-    for (ptrdiff_t i = 0; i < n; i++) b[i] = p[i];
-    return vf_load(b);
-}
-EXPACC_INLINE void store_some(float *p, vf a, ptrdiff_t n) {
-    if (n >= EXPACC_LANES) {
-        vf_store(p, a);
-        return;
-    }
-    float b[EXPACC_LANES];
-    vf_store(b, a);
-    for (ptrdiff_t i = 0; i < n; i++) p[i] = b[i];
-}
-
 static void one_row(const expacc_rows *in, ptrdiff_t r) {
     const ptrdiff_t n = in->classes;
     const float *x = in->x + r * in->stride;
@@ -54,7 +37,7 @@ static void one_row(const expacc_rows *in, ptrdiff_t r) {
         top = vf_max(v, top);
     }
     if (i < n) {
-        vf v = load_some(x + i, n - i, x[n - 1]);
+        vf v = vf_load_some(x + i, n - i, x[n - 1]);
         strange += v * 0.0f;
         top = vf_max(v, top);
     }
@@ -86,23 +69,29 @@ static void one_row(const expacc_rows *in, ptrdiff_t r) {
     float shift = (most - own) * scale; /* the target's own t is 0, so most >= own and shift >= 0 */
     if (capped && floor > shift) shift = floor;
     /* exp(t - shift), with the target's own replaced by 0: summed, kept. */
-    double sum = 0;
-    vf part = {0};
+    double sum = 0, wide = 0, live = 0;
+    vf part = {0}, part_wide = {0}, part_live = {0};
+    const int dots = dot || dot_live;
     const float infinity = INFINITY;
     for (i = 0; i < n; i += EXPACC_LANES) {
-        vf v = load_some(x + i, n - i, -infinity);
+        vf v = vf_load_some(x + i, n - i, -infinity);
         vf t = (v - own) * scale;
         if (capped) t = vf_select(vf_lt(vf_set(-infinity), t), vf_max(t, vf_set(floor)), t);
         vf arg = t - shift;
         vf e = vf_where(vf_lt(vf_set(-87.0f), arg), vf_exp(arg));
         part += e;
-        if (g) store_some(g + i, e, n - i);
+        if (dots) { /* -Σ e m; a masked class has e = 0 and m = inf; the target's own m is 0, or taken out below */
+            vf d = vf_where(vf_lt((vf){0}, e), e * t);
+            part_wide += d;
+            if (capped) part_live += vf_where(vf_lt(vf_set(floor), (v - own) * scale), d);
+        }
+        if (g) vf_store_some(g + i, e, n - i);
         if ((i & (BLOCK - 1)) == BLOCK - EXPACC_LANES) {
-            sum += vf_sum(part);
-            part = (vf){0};
+            sum += vf_sum(part), wide += vf_sum(part_wide), live += vf_sum(part_live);
+            part = part_wide = part_live = (vf){0};
         }
     }
-    sum += vf_sum(part);
+    sum += vf_sum(part), wide += vf_sum(part_wide), live += vf_sum(part_live);
     float mine;
     {
         float t = capped && floor > 0 ? floor : 0.0f;
@@ -110,11 +99,13 @@ static void one_row(const expacc_rows *in, ptrdiff_t r) {
         mine = vf_where(vf_lt(vf_set(-87.0f), arg), vf_exp(arg))[0];
     }
     sum -= mine;
+    if (capped && floor > 0) wide -= (double)mine * floor;
+    if (!capped) live = wide;
     /* For a confident row the difference has lost its digits: once more without the target. */
     if (sum < 0.01 * mine) {
         sum = 0, part = (vf){0};
         for (i = 0; i < n; i += EXPACC_LANES) {
-            vf v = load_some(x + i, n - i, -infinity);
+            vf v = vf_load_some(x + i, n - i, -infinity);
             vf t = (v - own) * scale;
             if (capped) t = vf_select(vf_lt(vf_set(-infinity), t), vf_max(t, vf_set(floor)), t);
             vf arg = t - shift, e = vf_where(vf_lt(vf_set(-87.0f), arg), vf_exp(arg));
@@ -133,34 +124,21 @@ static void one_row(const expacc_rows *in, ptrdiff_t r) {
     if (!g && !dot && !dot_live) return;
 
     const double weight = in->factor[r] * exp(in->power * log_p) / all;
-    if (dot || dot_live) {
-        double wide = 0, live = 0;
-        for (i = 0; i < n; i += EXPACC_LANES) {
-            vf v = load_some(x + i, n - i, -infinity);
-            vf u = (v - own) * scale;
-            vf t = capped ? vf_select(vf_lt(vf_set(-infinity), u), vf_max(u, vf_set(floor)), u) : u;
-            vf arg = t - shift;
-            vf e = vf_where(vf_lt(vf_set(-87.0f), arg), vf_exp(arg) * t); /* at the target t = 0, or it is taken out below */
-            if (capped && y - i >= 0 && y - i < EXPACC_LANES) e[y - i] = 0;
-            wide -= vf_sum(e);
-            live -= capped ? vf_sum(vf_where(vf_lt(vf_set(floor), u), e)) : vf_sum(e);
-        }
-        if (dot) *dot = weight * wide;
-        if (dot_live) *dot_live = weight * live;
-    }
+    if (dot) *dot = -weight * wide;
+    if (dot_live) *dot_live = -weight * live;
     if (!g) return;
     const float c = (float)(weight * in->scale[r]);
     double total = 0;
     part = (vf){0};
     for (i = 0; i < n; i += EXPACC_LANES) {
-        vf e = c * load_some(g + i, n - i, 0);
+        vf e = c * vf_load_some(g + i, n - i, 0);
         if (capped) {
-            vf u = (load_some(x + i, n - i, -infinity) - own) * scale;
+            vf u = (vf_load_some(x + i, n - i, -infinity) - own) * scale;
             e = vf_where(vf_lt(vf_set(floor), u), e);
         }
         if (y - i >= 0 && y - i < EXPACC_LANES) e[y - i] = 0;
         part += e;
-        store_some(g + i, e, n - i);
+        vf_store_some(g + i, e, n - i);
         if ((i & (BLOCK - 1)) == BLOCK - EXPACC_LANES) {
             total += vf_sum(part);
             part = (vf){0};

@@ -63,6 +63,30 @@ EXPACC_INLINE vf vf_set(float a) { return a - (vf){0}; }
 EXPACC_INLINE vd vd_set(double a) { return a - (vd){0}; }
 EXPACC_INLINE vf vf_load(const float *p) { vf a; memcpy(&a, p, sizeof a); return a; }
 EXPACC_INLINE void vf_store(float *p, vf a) { memcpy(p, &a, sizeof a); }
+/* The first n floats, n < EXPACC_LANES or not; the other lanes hold fill, or are not written. */
+EXPACC_INLINE vf vf_load_some(const float *p, ptrdiff_t n, float fill) {
+    if (n >= EXPACC_LANES) return vf_load(p);
+#if EXPACC_MASKS
+    return (vf)_mm512_mask_loadu_ps(_mm512_set1_ps(fill), (__mmask16)((1u << n) - 1), p);
+#else
+    float b[EXPACC_LANES];
+    for (int i = 0; i < EXPACC_LANES; i++) b[i] = i < n ? p[i] : fill;
+    return vf_load(b);
+#endif
+}
+EXPACC_INLINE void vf_store_some(float *p, vf a, ptrdiff_t n) {
+    if (n >= EXPACC_LANES) {
+        vf_store(p, a);
+        return;
+    }
+#if EXPACC_MASKS
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)a);
+#else
+    float b[EXPACC_LANES];
+    vf_store(b, a);
+    for (ptrdiff_t i = 0; i < n; i++) p[i] = b[i];
+#endif
+}
 EXPACC_INLINE vd vd_load(const double *p) { vd a; memcpy(&a, p, sizeof a); return a; }
 EXPACC_INLINE void vd_store(double *p, vd a) { memcpy(p, &a, sizeof a); }
 EXPACC_INLINE vd vd_load_float(const float *p) { vhf a; memcpy(&a, p, sizeof a); return __builtin_convertvector(a, vd); }
@@ -107,24 +131,36 @@ EXPACC_INLINE vd vd_select(vl m, vd a, vd b) { return (vd)(((vl)a & m) | ((vl)b 
 
 /* ---- sums over the lanes, always in the same order ---- */
 EXPACC_INLINE double vd_sum(vd a) {
+#if EXPACC_MASKS
+    return _mm512_reduce_add_pd((__m512d)a);
+#else
     double s = 0;
     for (int i = 0; i < EXPACC_LANES / 2; i++) s += a[i];
     return s;
+#endif
 }
 EXPACC_INLINE double vf_sum(vf a) {
-    double s = 0;
-    for (int i = 0; i < EXPACC_LANES; i++) s += a[i];
-    return s;
+    float b[EXPACC_LANES];
+    vf_store(b, a);
+    return vd_sum(vd_load_float(b) + vd_load_float(b + EXPACC_LANES / 2));
 }
 EXPACC_INLINE float vf_least(vf a) {
+#if EXPACC_MASKS
+    return _mm512_reduce_min_ps((__m512)a);
+#else
     float s = a[0];
     for (int i = 1; i < EXPACC_LANES; i++) s = a[i] < s ? a[i] : s;
     return s;
+#endif
 }
 EXPACC_INLINE float vf_largest(vf a) {
+#if EXPACC_MASKS
+    return _mm512_reduce_max_ps((__m512)a);
+#else
     float s = a[0];
     for (int i = 1; i < EXPACC_LANES; i++) s = a[i] > s ? a[i] : s;
     return s;
+#endif
 }
 
 /* ---- arithmetic ---- */
