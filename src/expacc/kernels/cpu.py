@@ -44,7 +44,7 @@ class _Failure(NamedTuple):
     reason: str
 
 
-def _load() -> _Native | _Failure:
+def _load(wanted: str | None) -> _Native | _Failure:
     # The variable names another build of the same library: the benchmark of the loss measures several.
     path = Path(os.environ.get("EXPACC_CPU_LIBRARY") or Path(__file__).with_name(LIBRARY))
     if not path.exists():
@@ -84,7 +84,7 @@ _current: _Native | _Failure | None = None
 def _native() -> _Native | _Failure:
     global _current
     if _current is None:
-        _current = _load(Path(__file__).with_name(LIBRARY), os.environ.get("EXPACC_CPU_VARIANT"))
+        _current = _load(os.environ.get("EXPACC_CPU_VARIANT"))
     return _current
 
 
@@ -96,7 +96,7 @@ def force_variant(name: str) -> Iterator[None]:
         ValueError: the kernel has no such variant, or this machine does not run it.
     """
     global _current
-    before, chosen = _native(), _load(Path(__file__).with_name(LIBRARY), name)
+    before, chosen = _native(), _load(name)
     if isinstance(chosen, _Failure):
         raise ValueError(f"cannot use variant {name!r}: {chosen.reason}.")
     _current = chosen
