@@ -13,7 +13,7 @@
 #define CELLS 288
 #define FINE 4000               /* from so many classes on fine cells cost nothing */
 #define COPIES 4                /* of the histogram: a class does not wait for the class before it */
-#define CHUNK 1024              /* classes whose gradient is summed in float */
+#define RUN (16 * EXPACC_LANES)  /* classes whose gradient is summed in float */
 #define BATCH 256               /* classes that are binned at a time */
 #define SAMPLED 2048            /* from so many classes on a sample of them says how many can be cut away */
 #define SAMPLES 256
@@ -37,6 +37,8 @@ typedef struct {
     int32_t point[CELLS];              /* and their middles in 1/32 */
     float group[CELLS];
     float gap[2 * BATCH + 16];         /* in cells: classes that wait to be binned */
+    uint32_t slot[BATCH + 16];
+    float power[(BATCH + 16) * 4];
     float sample[SAMPLES + 32];
     float height[NODES], weight[NODES];
     float value[3][PIECES + 16];
@@ -68,6 +70,23 @@ EXPACC_INLINE vf lanes_ramp(void) {
     vf a;
     for (int i = 0; i < EXPACC_LANES; i++) a[i] = (float)i;
     return a;
+}
+/* The first n numbers, -inf in the other lanes. */
+EXPACC_INLINE vf load_part(const float *x, ptrdiff_t n) {
+#if EXPACC_LANES == 16
+    return (vf)_mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), (__mmask16)((1u << n) - 1), x);
+#else
+    float part[EXPACC_LANES];
+    for (int k = 0; k < EXPACC_LANES; k++) part[k] = k < n ? x[k] : -INFINITY;
+    return vf_load(part);
+#endif
+}
+EXPACC_INLINE void store_part(float *x, ptrdiff_t n, vf a) {
+#if EXPACC_LANES == 16
+    _mm512_mask_storeu_ps(x, (__mmask16)((1u << n) - 1), (__m512)a);
+#else
+    for (int k = 0; k < n; k++) x[k] = a[k];
+#endif
 }
 /* Sum and maximum over the lanes as a tree. */
 EXPACC_INLINE float sum_lanes(vf a) {
@@ -160,14 +179,16 @@ static float largest(const float *x, ptrdiff_t classes, ptrdiff_t y, int *finite
         vf_store(sample + *samples, part);
         *samples += EXPACC_LANES;
     }
-    float best = max_lanes(top), bad = 0;
-    for (ptrdiff_t i = vectors * EXPACC_LANES; i < classes; i++) {
-        bad += x[i] * 0.0f;
-        if (i != y && x[i] > best) best = x[i];
-    }
+    const ptrdiff_t done = vectors * EXPACC_LANES;
     check += check2;
-    *finite = vm_all(vf_eq(check, (vf){0})) && bad == 0.0f;
-    return best;
+    if (done < classes) {
+        vf a = load_part(x + done, classes - done), lane = lanes_ramp();
+        check += vf_where(vf_lt(lane, vf_set((float)(classes - done))), a) * 0.0f;
+        if (y >= done) a = vf_select(vf_eq(lane, vf_set((float)(y - done))), vf_set(-INFINITY), a);
+        top = vf_max(top, a);
+    }
+    *finite = vm_all(vf_eq(check, (vf){0}));
+    return max_lanes(top);
 }
 
 /* ---- the row as the nodes see it: a list of classes, or cells with four moments ---- */
@@ -368,12 +389,6 @@ static double reach(double low, double depth) {
     return sqrt(right * right + depth) - low;
 }
 
-EXPACC_INLINE vf load_part(const float *x, ptrdiff_t n) {
-    float part[EXPACC_LANES];
-    for (int k = 0; k < EXPACC_LANES; k++) part[k] = k < n ? x[k] : -INFINITY;
-    return vf_load(part);
-}
-
 /* The classes one by one: index and rest of gap * 32, gaps held at `held`. */
 static void list_row(compressed *c, const float *x, ptrdiff_t n, ptrdiff_t y, float top, double scale, double held) {
     work *w = c->w;
@@ -391,16 +406,12 @@ static void list_row(compressed *c, const float *x, ptrdiff_t n, ptrdiff_t y, fl
 
 /* Add the powers 1, t, t², t³ of n gaps (a multiple of EXPACC_LANES) to their cells. */
 static void deposit(work *w, const float *gap, ptrdiff_t n) {
-    enum { RUNS = EXPACC_LANES / 4, RING = 4 };
-    uint32_t slots[RING][EXPACC_LANES];
-    float powers[RING][4 * EXPACC_LANES];
-    char *hist = (char *)w->hist;
+    enum { RUNS = EXPACC_LANES / 4 };
     for (ptrdiff_t i = 0; i < n; i += EXPACC_LANES) {
-        uint32_t *slot = slots[i / EXPACC_LANES % RING];
-        float *p = powers[i / EXPACC_LANES % RING];
+        float *p = w->power + 4 * i;
         vf q = vf_load(gap + i), r = vf_round(q), t = q - r, t2 = t * t, t3 = t2 * t;
         vi number = __builtin_convertvector(r, vi) << 6;
-        memcpy(slot, &number, sizeof number);
+        memcpy(w->slot + i, &number, sizeof number);
 #if EXPACC_LANES == 16
         __m512 one = _mm512_set1_ps(1.0f), a = (__m512)t, b = (__m512)t2, c = (__m512)t3;
         __m512 l0 = _mm512_unpacklo_ps(one, a), h0 = _mm512_unpackhi_ps(one, a);
@@ -423,6 +434,12 @@ static void deposit(work *w, const float *gap, ptrdiff_t n) {
             v4_store(p + 4 * k, m);
         }
 #endif
+    }
+    /* A loop of its own: together with the one above the additions fill the scheduler and it takes 1.4 times as long. */
+    char *hist = (char *)w->hist;
+    for (ptrdiff_t i = 0; i < n; i += EXPACC_LANES) {
+        const uint32_t *slot = w->slot + i;
+        const float *p = w->power + 4 * i;
         /* With 16 and 8 lanes the classes k, k + 4, k + 8, k + 12 of a vector stand together. */
 #pragma GCC unroll 4
         for (int r4 = 0; r4 < RUNS; r4++)
@@ -563,14 +580,14 @@ static integrals integrate(const compressed *c, double nearest, const support *s
             vf_store(w->weight + k, g);
             best = vf_max(best, g);
         }
-        float top = vf_largest(best);
+        const float top = max_lanes(best);
         for (int k = 0; k < count; k += EXPACC_LANES) {
             vf g = vf_load(w->weight + k) - top;
             vf e = vf_where(vf_lt(vf_set(-60.0f), g), vf_exp(g));
             vf_store(w->weight + k, e);
             sum += e;
         }
-        mass = vf_sum(sum);
+        mass = (double)sum_lanes(sum);
         out.log_p = (double)top - 0.5 * zr * zr + (double)log_one((float)(mass * step * EXPACC_INV_SQRT_2PI));
         out.slope = 1.0 / mass;
     } else {
@@ -583,7 +600,7 @@ static integrals integrate(const compressed *c, double nearest, const support *s
             vf_store(w->weight + k, vf_where(vf_lt(vf_set(-60.0f), h), e * vf_exp(h)));
         }
         double unit = step * EXPACC_INV_SQRT_2PI * (double)exp_one((float)(-0.5 * zr * zr));
-        double miss = LESS(vf_sum(sum) * unit, 0.75);
+        double miss = LESS((double)sum_lanes(sum) * unit, 0.75);
         out.log_p = (double)vf_log1p(vf_set((float)-miss))[0];
         out.slope = unit / (1.0 - miss);
     }
@@ -687,35 +704,38 @@ EXPACC_INLINE vf slope_of(const pieces *c, const slope_rule *r, int capped, vf x
     return vf_where(in, p * p * r->coefficient);
 }
 
-typedef struct { double all, live, all_gap, live_gap; } slope_sums;
+typedef struct { double all, all_gap, live, live_gap; } slope_sums;
 
 EXPACC_INLINE slope_sums slopes_of(const work *w, const slope_rule *rule, const float *x, float *grad, ptrdiff_t n, ptrdiff_t y,
                                    int capped, int dots) {
-    slope_sums s = {0};
     const slope_rule r = *rule;
     const pieces c = load_pieces(w);
-    for (ptrdiff_t i0 = 0; i0 < n; i0 += CHUNK) {
-        ptrdiff_t size = n - i0 < CHUNK ? n - i0 : CHUNK;
-        vf all = {0}, live = {0}, all_gap = {0}, live_gap = {0};
+    vd total[4] = {{0}};
+    for (ptrdiff_t i0 = 0; i0 < n; i0 += RUN) {
+        const ptrdiff_t size = n - i0 < RUN ? n - i0 : RUN;
+        vf sum[4] = {{0}}; /* all, all · gap, those below the cap, those · gap: few terms in float, the rest in double */
         for (ptrdiff_t i = 0; i < size; i += EXPACC_LANES) {
             const float *p = x + i0 + i;
-            int part = i + EXPACC_LANES > size;
+            const int part = i + EXPACC_LANES > size;
             vf v = part ? load_part(p, size - i) : vf_load(p), q;
             vf g = slope_of(&c, &r, capped, v, &q);
-            if (y >= i0 + i && y < i0 + i + EXPACC_LANES)
+            if ((size_t)(y - i0 - i) < EXPACC_LANES)
                 g = vf_select(vf_eq(lanes_ramp(), vf_set((float)(y - i0 - i))), (vf){0}, g);
-            if (dots && capped) all += g, all_gap += g * q;
+            if (dots && capped) sum[0] += g, sum[1] += g * q;
             if (capped) g = vf_where(vf_lt(vf_set(r.threshold), v), g);
-            live += g;
-            if (dots) live_gap += g * q;
+            sum[2] += g;
+            if (dots) sum[3] += g * q;
             if (!grad) continue;
-            if (part) memcpy(grad + i0 + i, &g, sizeof(float) * (size_t)(size - i));
+            if (part) store_part(grad + i0 + i, size - i, g);
             else vf_store(grad + i0 + i, g);
         }
-        s.live += vf_sum(live);
-        if (dots) s.live_gap += vf_sum(live_gap);
-        if (dots && capped) s.all += vf_sum(all), s.all_gap += vf_sum(all_gap);
+        for (int k = 0; k < 4; k++) {
+            float half[EXPACC_LANES];
+            vf_store(half, sum[k]);
+            total[k] += vd_load_float(half) + vd_load_float(half + EXPACC_LANES / 2);
+        }
     }
+    slope_sums s = {vd_sum(total[0]), vd_sum(total[1]), vd_sum(total[2]), vd_sum(total[3])};
     if (!capped) s.all = s.live, s.all_gap = s.live_gap;
     return s;
 }
