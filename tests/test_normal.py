@@ -238,6 +238,19 @@ def test_leaves_its_argument_alone_and_takes_any_layout(function: Function) -> N
     assert function(x[:0]).shape == (0, 6)
 
 
+@FUNCTIONS
+def test_large_arguments_go_in_chunks_with_the_same_result(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(-30.0, 30.0, 4 * 6 * 50, dtype=torch.float64).view(4, 50, 6).mT.requires_grad_()
+    monkeypatch.setattr(normal, "_CHUNK", 10**9)
+    whole = function(x)
+    monkeypatch.setattr(normal, "_CHUNK", 101)
+    parts = function(x)
+    torch.testing.assert_close(parts, whole, rtol=1e-15, atol=0)
+    slopes = [torch.autograd.grad(y.sum(), x)[0] for y in (parts, whole)]
+    torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-15, atol=0)
+    torch.testing.assert_close(torch.vmap(function)(x.detach()), whole.detach(), rtol=1e-15, atol=0)
+
+
 def test_the_fraction_is_as_good_as_it_says() -> None:
     # in exact arithmetic, with the rounded coefficients: what is left is the fit and their rounding
     def error(a: float) -> float:

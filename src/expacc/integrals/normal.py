@@ -9,7 +9,7 @@ One function carries everything: the excess on the left half line, v(a) = w(-a) 
     λ(-a) = a + v,    Φ(-a) = φ(a)/(a + v) =: Q,    Φ(a) = 1 - Q,
 
 so only sums of positive terms occur, no cancellation anywhere. Measured against 4500-bit arithmetic on 11 000 points of
-[-1e8, 40], float64: log Φ within 3.8 ulp, λ 3.3, w 4.2 (with the recipe of the tests, which hold 4, 4 and 8).
+[-1e8, 40], float64: log Φ within 3.8 ulp, λ 3.3, w 4.2; the tests hold 4, 4 and 8.
 
 Arithmetic is float64 whatever comes in; a narrower input is widened and its result rounded once. That makes
 float32 results correctly rounded nearly everywhere, and this module is the definition, not the fast path.
@@ -17,15 +17,19 @@ float32 results correctly rounded nearly everywhere, and this module is the defi
 Rejected: ``torch.special.log_ndtr`` (its gradient cancels for large negative x: 4 % off at -1e3 in float32),
 ``log(ndtr(x))`` (flushes the left tail to -inf, loses all digits for x > 8), λ as ``exp(log φ - log Φ)`` (loses
 x²·eps, all digits at x = -1e8), autograd through ``erfcx`` (its own derivative cancels like log_ndtr's), ``erfcx``
-itself (it leaves w = x + λ to cancellation, 96 ulp at -5, and its scalar code takes 16 ns an element on a CPU, where
-everything below takes about as long), and ``torch.where`` between branches (4 ns: as long as the fraction).
+itself (it leaves w = x + λ to cancellation, 96 ulp at -5, and its scalar code takes 16 ns an element on a CPU; a
+whole function below takes 20), and ``torch.where`` between branches (4 ns: half as long as the fraction).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Elements per thread, torch's own grain: below it an operation does not use more threads.
+_CHUNK = 2**15
 
 # exp(-x²/2) is 0 in float64 beyond this; the clamp keeps inf - inf out of its computation.
 _FLUSH = 39.0
@@ -106,12 +110,22 @@ def _excess(x: Tensor) -> Tensor:
     return _bounded_part(x).add_(x.clamp(min=0.0))
 
 
+def _in_chunks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return function(x), on a CPU in chunks that stay in the cache: 20 ns an element instead of 100 for large x."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return function(x)
+    chunk = _CHUNK * torch.get_num_threads()
+    if x.numel() <= chunk:
+        return function(x)
+    return torch.cat([function(part) for part in x.reshape(-1).split(chunk)]).view(x.shape)
+
+
 class _LogCdf(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _log_cdf(x)
+        return _in_chunks(_log_cdf, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -129,7 +143,7 @@ class _Hazard(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _hazard(x)
+        return _in_chunks(_hazard, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -147,7 +161,7 @@ class _Excess(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _excess(x)
+        return _in_chunks(_excess, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
