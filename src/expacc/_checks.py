@@ -96,6 +96,8 @@ def check_logits(logits: Any) -> None:
         raise TypeError(f"logits must be a tensor, got {type(logits).__name__}: write torch.as_tensor(logits).")
     if logits.dtype not in _FLOATS:
         raise TypeError(f"logits must be float32, float64, bfloat16 or float16, got {logits.dtype}: write .float().")
+    if logits.layout != torch.strided or logits.is_nested:
+        raise TypeError(f"logits must be a dense tensor, got layout {logits.layout}: write logits.to_dense().")
     if logits.ndim == 0 or class_count(logits) == 0:
         raise ValueError(
             f"logits must have a class dimension of at least 1, (C,), (N, C) or (N, C, d1, …); "

@@ -16,7 +16,7 @@ from expacc.integrals import genz, gumbel, monte_carlo
 from expacc.integrals.all_classes import log_win_probabilities, win_probabilities
 from expacc.integrals.quadrature import auto_rule, log_win_probability
 from expacc.kernels import cpu
-from expacc.kernels.dispatch import Call, choose_path, note_path, under_transform
+from expacc.kernels.dispatch import Call, choose_path, needs_operator, note_path, under_transform
 
 Noise = Literal["gaussian", "gumbel"]
 Reduction = Literal["none", "mean", "sum"]
@@ -103,9 +103,10 @@ def exact_loss(
     call = Call(backend, soft or label_smoothing > 0, sampled, nodes, data_group is not None, learned)
     if choose_path(logits, target, call) == "cpu":
         note_path("cpu")
-        door = cpu.loss_op if torch.compiler.is_compiling() else cpu.loss
+        sigma, power = _as_scalar(sigma), _as_scalar(power)
+        door = cpu.loss_op if needs_operator(logits, target, sigma, power, weight) else cpu.loss
         return door(
-            logits, target, _as_scalar(sigma), _as_scalar(power), margin=margin, noise=noise, normalize=normalize,
+            logits, target, sigma, power, margin=margin, noise=noise, normalize=normalize,
             weight=weight, ignore_index=ignore_index, reduction=reduction,
         )  # fmt: skip
 
@@ -280,8 +281,12 @@ def _prepare(
     return _rows(logits).double(), target, None if weight is None else weight.double()
 
 
-def _widen(value: Number) -> Number:
-    return value.double() if isinstance(value, Tensor) else float(value)
+def _widen(sigma: Number) -> Number:
+    """Return sigma in float64; a tensor's values cannot be refused without waiting, but none may pass as a scale."""
+    if not isinstance(sigma, Tensor):
+        return float(sigma)
+    sigma = sigma.double()
+    return torch.where(sigma > 0, sigma, torch.nan)
 
 
 def _as_scalar(value: Number) -> Tensor:

@@ -19,6 +19,7 @@ from expacc.kernels import cpu
 Path = Literal["reference", "cpu"]
 _WATCHERS: ContextVar[tuple[list[str], ...]] = ContextVar("watchers", default=())
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # float64 goes to the reference: its contract is finer
+_PLAIN = (Tensor, torch.nn.Parameter)
 _told = False
 
 
@@ -71,6 +72,19 @@ def _missing() -> str:
     return cpu.unavailable_reason()
 
 
+def needs_operator(*tensors: Tensor | None) -> bool:
+    """Say whether somebody watches operators: a compiler, a tracer, a dispatch mode, a tensor subclass.
+
+    The eager door is one call with bare addresses. They would not see it, and fake tensors have no storage to read.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.jit.is_tracing()
+        or any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
+    )
+
+
 def _obstacle(logits: Tensor, target: Tensor, call: Call) -> str:
     """Return why the native kernel cannot take this call; "" where it can."""
     if call.soft:
@@ -85,8 +99,8 @@ def _obstacle(logits: Tensor, target: Tensor, call: Call) -> str:
         return "the gradient of power or weight needs the reference"
     if logits.device.type != "cpu" or logits.dtype not in _DTYPES:
         return f"it takes CPU tensors of {', '.join(map(str, _DTYPES))}, not {logits.dtype} on {logits.device.type}"
-    if logits.is_sparse or logits.is_quantized:
-        return "it takes dense tensors"
+    if not torch.compiler.is_compiling() and logits.is_neg():
+        return "it reads memory as it is, and these logits are a lazily negated view"
     if not torch.compiler.is_compiling() and under_transform():
         return "function transforms and forward-mode AD go through the reference"
     return _missing()
