@@ -67,8 +67,10 @@ CONTRACTS = {
         math.log(1e-35), {False: 3e-6, True: 3e-5}, 1e-4, {False: 1e-5, True: 3e-5}, 3e-5, 3e-6, 1e-4, 3e-6
     ),
 }
-LEAST_ERROR = LEAST_GRADIENT = LEAST_WIN = 1e-30
+LEAST_ERROR = LEAST_GRADIENT = 1e-30
+LEAST_WIN = 1e-6
 LEAST_LOG = -1e6
+SIZES = CLASSES
 
 
 @dataclass(frozen=True)
@@ -208,5 +210,3 @@ def require(names: list[str], errors: np.ndarray, limits: np.ndarray | float, le
     worst = int(np.argmax(np.where(np.isnan(ratio), np.inf, ratio)))
     assert ratio[worst] <= 1.0, f"{names[worst]}: error {errors[worst]:.3g} is {ratio[worst]:.3g} times the contract"
 
-
-SIZES = CLASSES

@@ -4,6 +4,7 @@ An id reads: row of the table, dtype, backend, number of classes. Rows: P, 1 - P
 largest; the true class) of each function, the win probabilities. bf16 and fp16 must be the float32 result, rounded.
 """
 
+import json
 import math
 
 import numpy as np
@@ -18,6 +19,7 @@ from contract import (
     LEAST_WIN,
     PATHS,
     SIZES,
+    TRUTH,
     Column,
     Result,
     choose_cases,
@@ -55,10 +57,6 @@ def test_cases_committed():
 
 def test_truth_belongs_to_the_rows():
     """The families make, bit for bit, the rows that were certified."""
-    import json
-
-    from contract import TRUTH
-
     stored = {name: record["crc32"] for name, record in json.loads(TRUTH.read_text()).items()}
     assert stored == {case.name: fingerprint(case) for case in cases()}
 
@@ -155,7 +153,8 @@ def test_win_probabilities(path, classes):
         certified = truth.wins | {-1: truth.p}
         names += [f"{case.name} class {k}" for k in certified]
         errors += [abs(chosen[k] - w) for k, w in certified.items()]
-        limits += [min(contract.win_absolute, contract.win_relative * w if w > 1e-6 else math.inf) for w in certified.values()]
+        relative = [contract.win_relative * w if w > LEAST_WIN else math.inf for w in certified.values()]
+        limits += [min(contract.win_absolute, limit) for limit in relative]
     require(names, np.array(errors), np.array(limits), 5)
 
 

@@ -65,7 +65,9 @@ def gaps(x: Tensor, target: Tensor, sigma: Tensor | float, margin: float | None)
     m = torch.where(finite, gap, torch.zeros_like(gap))
     if margin is not None:
         # A row with a NaN is NaN all through, also where the margin would cut the gradient off.
-        m = torch.where(torch.isnan(x).any(-1, keepdim=True), m, m.clamp(max=margin))
+        # Not clamp, whose gradient at gap = r is 1: a competitor that has met the margin has none, on every path.
+        below = (m < margin) | torch.isnan(x).any(-1, keepdim=True)
+        m = torch.where(below, m, torch.full_like(m, margin))
     m = m / (sigma.unsqueeze(-1) if isinstance(sigma, Tensor) and sigma.ndim else sigma)
     m = torch.where(finite, m, gap)
     mine = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
@@ -98,5 +100,6 @@ def power_loss(log_p: Tensor, power: Tensor | float) -> Tensor:
     divisor = torch.where(small, torch.ones_like(power), power)
     loss = torch.where(small, (0.0 - finite) * series, (0.0 - torch.where(far, outer, inner)) / divisor)
     positive = power > 0
-    ceiling = torch.where(positive, 1.0 / torch.where(positive, power, torch.ones_like(power)), torch.inf)
+    # Divided where it is wanted only: at q = 1e-300 the gradient of 1/q would be 0·inf elsewhere.
+    ceiling = torch.where(positive, 1.0 / torch.where(positive & lost, power, torch.ones_like(power)), torch.inf)
     return torch.where(lost, ceiling, loss)
