@@ -40,7 +40,7 @@ def draw_target(*shape: int, classes: int, seed: int = 1) -> Tensor:
 
 
 def home(backend: str, dtype: torch.dtype, *, soft: bool = False) -> tuple[str, str]:
-    """Return (backend to ask for, path that must run): what the kernel does not take goes by "auto" to the reference."""
+    """Return (backend to ask for, path that must run): what the kernel does not take, "auto" sends to the reference."""
     if backend == "cpu" and (soft or dtype == torch.float64):
         return "auto", "reference"
     return backend, backend

@@ -35,7 +35,7 @@ def make(shape: tuple[int, ...], name: str, dtype: torch.dtype) -> tuple[torch.T
         return logits, torch.softmax(draw(*shape, seed=2), 1 if len(shape) > 1 else 0).to(dtype), options
     target = draw_target(*(shape[:1] + shape[2:] if len(shape) > 1 else ()), classes=C)
     if not target.ndim:
-        target = torch.tensor(4)  # alone and ignored, or of weight 0, the mean deliberately differs: test_differences.py
+        target = torch.tensor(4)  # alone and ignored, or of weight 0, the mean differs: test_differences.py
     ignore = options.get("ignore_index", 0)
     if ignore in (-100, 255) and target.ndim:
         target[1] = ignore

@@ -31,9 +31,8 @@ def test_gradcheck_in_both_modes(noise: Any, name: str) -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         return run("reference", x, TARGET, noise=noise, backend="reference", **OPTIONS[name])
 
-    # One in full, the others along a random direction.
     leaf = draw(2, 3).requires_grad_()
-    assert gradcheck(loss, (leaf,), check_forward_ad=True, fast_mode=name != "error")
+    assert gradcheck(loss, (leaf,), check_forward_ad=True, fast_mode=noise == "gaussian")
 
 
 @noises
@@ -85,7 +84,7 @@ def test_sigma_gets_its_gradient(backend: str, noise: Any, shape: Any, leaf: str
     run(backend, logits, target, sigma, backend=backend, **options).backward()
     twin = sigma.detach().clone().requires_grad_()
     plain_loss(logits.detach(), target, twin, **options).backward()
-    assert sigma.grad is not None and twin.grad is not None
+    assert sigma.grad is not None
     assert sigma.grad.dtype == torch.float32
     torch.testing.assert_close(sigma.grad, twin.grad, rtol=1e-4, atol=1e-6)
 

@@ -65,7 +65,9 @@ def test_auto_falls_back_where_the_kernel_ends(name: str) -> None:
 @pytest.mark.parametrize("name", BEYOND)
 def test_forcing_the_kernel_beyond_its_end_says_what_to_write(name: str) -> None:
     changed, reason = BEYOND[name]
-    with pytest.raises(RuntimeError, match=rf"^backend='cpu' cannot take this call: .*{reason}.* Write backend='auto'\.$"):
+    with pytest.raises(
+        RuntimeError, match=rf"^backend='cpu' cannot take this call: .*{reason}.* Write backend='auto'\.$"
+    ):
         exact_loss(**{"logits": X, "target": Y, "backend": "cpu", **changed})
 
 
@@ -106,7 +108,9 @@ def test_a_missing_kernel_is_no_ones_business_who_did_not_ask_for_it() -> None:
 
 @pytest.mark.usefixtures("no_kernel")
 def test_a_missing_kernel_that_was_asked_for_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"backend='cpu' cannot take this call: it was not built. Write backend='auto'"):
+    with pytest.raises(
+        RuntimeError, match=r"backend='cpu' cannot take this call: it was not built. Write backend='auto'"
+    ):
         exact_loss(X, Y, backend="cpu")
 
 

@@ -1,4 +1,4 @@
-"""Dtypes and autocast as CrossEntropyLoss has them: half precision in, arithmetic in float32 or better, rounded once."""
+"""Dtypes and autocast as CrossEntropyLoss has them: half precision in, float32 or better inside, rounded once."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ TARGET = torch.tensor([0, 1, 2, 3, 0, -100])
 @both
 @noises
 @halves
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
 def test_half_is_the_float32_result_on_the_rounded_input(
     backend: str, noise: Any, dtype: torch.dtype, reduction: str, normalize: bool
@@ -63,7 +63,9 @@ def test_true_class_gets_minus_the_others_before_rounding(backend: str, noise: A
 @noises
 @pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_autocast_gives_cross_entropys_output_dtype(backend: str, noise: Any, dtype: torch.dtype, reduction: Any) -> None:
+def test_autocast_gives_cross_entropys_output_dtype(
+    backend: str, noise: Any, dtype: torch.dtype, reduction: Any
+) -> None:
     logits, leaf = draw(6, 5, dtype=dtype), draw(6, 5, dtype=dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         value = run(backend, leaf, TARGET, noise=noise, reduction=reduction, backend=backend)
@@ -153,7 +155,9 @@ def test_probabilities_of_any_float_dtype(noise: Any, target: torch.dtype) -> No
 
 @noises
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("function", [expected_accuracy, expected_error, log_expected_accuracy], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [expected_accuracy, expected_error, log_expected_accuracy], ids=lambda f: f.__name__
+)
 def test_functions_return_the_logits_dtype(noise: Any, dtype: torch.dtype, function: Any) -> None:
     assert function(draw(6, 4, dtype=dtype), TARGET, noise=noise).dtype == dtype
     assert argmax_probabilities(draw(6, 4, dtype=dtype), noise=noise).dtype == dtype

@@ -176,8 +176,9 @@ def test_nan_stays_in_its_row_with_soft_targets(noise: Any, normalize: bool, sof
     if soft == "probabilities":
         target = torch.nn.functional.one_hot(target, 3).double() * 0.8 + 0.2 / 3
     options: dict[str, Any] = {"noise": noise, "normalize": normalize, "label_smoothing": 0.2 * (soft == "smoothing")}
-    value, grad = value_and_grad(lambda x: run("reference", x, target, **options), logits)
-    want, slope = value_and_grad(lambda x: run("reference", x, target[::2], **options), logits[::2])
+    leaf, rest = logits.clone().requires_grad_(), logits[::2].clone().requires_grad_()
+    value, want = run("reference", leaf, target, **options), run("reference", rest, target[::2], **options)
+    (grad,), (slope,) = torch.autograd.grad(value.sum(), leaf), torch.autograd.grad(want.sum(), rest)
     assert torch.isnan(value[1])
     assert torch.isnan(grad[1]).all()
     torch.testing.assert_close(value[::2], want, **TOLERANCE[torch.float64])
@@ -234,3 +235,14 @@ def test_argmax_probabilities_of_masked_classes_are_zero(noise: Any) -> None:
     assert torch.isfinite(grad).all()
     assert grad[0, 1] == 0
     assert torch.equal(grad[1], torch.zeros(4, dtype=torch.float64))
+
+
+@both
+@noises
+@pytest.mark.parametrize("sigma", [0.0, -1.0, NAN])
+@pytest.mark.parametrize("shape", [(), (2,)], ids=["0-dim", "per-sample"])
+def test_a_tensor_that_cannot_be_a_scale_gives_nan(backend: str, noise: Any, sigma: float, shape: Any) -> None:
+    # Looking at its values would make the host wait for a GPU, so it cannot raise; a number does.
+    value = run(backend, draw(2, 3, dtype=torch.float32), torch.tensor([0, 1]), torch.full(shape, sigma), noise=noise,
+                backend=backend)  # fmt: skip
+    assert torch.isnan(value).all()

@@ -35,7 +35,9 @@ def of_log(function: Any, log_p: torch.Tensor) -> torch.Tensor:
 @functions
 @pytest.mark.parametrize("gap", [-3.0, -0.5, 0.0, 1.0, 4.0])
 @pytest.mark.parametrize("sigma", [0.5, 2.0])
-def test_two_classes_with_gaussian_noise_are_a_normal_law(backend: str, function: Any, gap: float, sigma: float) -> None:
+def test_two_classes_with_gaussian_noise_are_a_normal_law(
+    backend: str, function: Any, gap: float, sigma: float
+) -> None:
     value = evaluate(backend, function, torch.tensor([[gap, 0.0]]), torch.tensor([0]), sigma)
     log_p = torch.special.log_ndtr(torch.tensor([gap / (sigma * math.sqrt(2.0))], dtype=torch.float64))
     torch.testing.assert_close(value, of_log(function, log_p).float(), **single)
@@ -150,7 +152,9 @@ def test_win_probabilities_and_expected_accuracy_agree(noise: Any) -> None:
 
 def test_win_probabilities_with_gumbel_noise_are_a_softmax() -> None:
     logits = draw(4, 5)
-    torch.testing.assert_close(argmax_probabilities(logits, 0.5, noise="gumbel"), torch.softmax(logits / 0.5, 1), **wide)
+    torch.testing.assert_close(
+        argmax_probabilities(logits, 0.5, noise="gumbel"), torch.softmax(logits / 0.5, 1), **wide
+    )
 
 
 @noises
