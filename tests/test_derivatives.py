@@ -250,3 +250,18 @@ def test_forcing_the_kernel_under_a_transform_says_what_to_write(backend: str) -
         return
     with pytest.raises(RuntimeError, match=r"backend='cpu' cannot take this call: function transforms.*backend='auto'"):
         torch.func.grad(loss)(draw(2, 3, dtype=torch.float32), TARGET)
+
+
+@both
+@noises
+@pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
+@pytest.mark.parametrize("shape", ["none", "mean"])
+def test_batched_upstream_gradients_equal_single_ones(backend: str, noise: Any, normalize: bool, shape: str) -> None:
+    leaf = draw(2, 3, dtype=torch.float32).requires_grad_()
+    options: dict[str, Any] = {"noise": noise, "normalize": normalize, "reduction": shape}
+    upstream = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, -1.0]])[:, : (2 if shape == "none" else 1)]
+    upstream = upstream if shape == "none" else upstream[:, 0]
+    value = run(backend, leaf, TARGET, backend=backend, **options)
+    (batched,) = torch.autograd.grad(value, leaf, upstream, is_grads_batched=True, retain_graph=True)
+    singles = [torch.autograd.grad(value, leaf, row, retain_graph=True)[0] for row in upstream]
+    torch.testing.assert_close(batched, torch.stack(singles), **narrow)

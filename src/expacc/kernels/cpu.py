@@ -273,7 +273,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _is_batched(upstream):
             return _differentiable_backward(ctx, upstream)
         outcome, ctx.outcome = ctx.outcome, None
         if outcome is None:
@@ -299,6 +299,11 @@ class _Loss(torch.autograd.Function):
         return grad, None, sigma_grad, None, None, None
 
 
+def _is_batched(tensor: Tensor) -> bool:
+    """Say whether a tensor is vmap's: autograd.grad(is_grads_batched=True) and vectorised Jacobians send such ones."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
 def _differentiable_backward(ctx: Any, upstream: Tensor) -> Any:
     """Return the gradients with a graph of their own, from the reference."""
     from expacc.functional import exact_loss  # which imports this module
@@ -306,12 +311,14 @@ def _differentiable_backward(ctx: Any, upstream: Tensor) -> Any:
     logits, target, sigma, power, weight = ctx.saved_tensors
     margin, noise, normalize, ignore_index, reduction = ctx.options
     wanted = ctx.needs_input_grad
-    loss = exact_loss(
-        logits, target, sigma, margin=margin, power=power, noise=noise, normalize=normalize, weight=weight,
-        ignore_index=ignore_index, reduction=reduction, backend="reference",
-    )  # fmt: skip
+    again = torch.is_grad_enabled()  # not so where a batch of upstream gradients brought us here
+    with torch.enable_grad():
+        loss = exact_loss(
+            logits, target, sigma, margin=margin, power=power, noise=noise, normalize=normalize, weight=weight,
+            ignore_index=ignore_index, reduction=reduction, backend="reference",
+        )  # fmt: skip
     inputs = [tensor for tensor, want in ((logits, wanted[0]), (sigma, wanted[2])) if want]
-    grads = iter(torch.autograd.grad(loss, inputs, upstream, create_graph=True, allow_unused=True))
+    grads = iter(torch.autograd.grad(loss, inputs, upstream, create_graph=again, allow_unused=True))
     return next(grads) if wanted[0] else None, None, next(grads) if wanted[2] else None, None, None, None
 
 
