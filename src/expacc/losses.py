@@ -160,16 +160,16 @@ class ExactLoss(nn.Module):
                     f"{name} is state that a schedule moves, not a parameter: to learn it, hand it over, "
                     "loss(logits, target, sigma) or exact_loss(logits, target, sigma, power=power)."
                 )
-            self._buffers[name].copy_(_checks.as_state(name, value, positive=name == "sigma"))
+            getattr(self, name).copy_(_checks.as_state(name, value, positive=name == "sigma"))
         else:
             super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExactLoss":
         """Move σ and q with the module, but keep them float64: half precision would round a schedule away."""
-        kept = {name: self._buffers[name] for name in _STATE}
+        kept: dict[str, Tensor] = {name: getattr(self, name) for name in _STATE}
         super()._apply(fn, recurse)
         for name, value in kept.items():
-            self._buffers[name] = value.to(self._buffers[name].device)
+            self._buffers[name] = value.to(getattr(self, name).device)
         return self
 
     def extra_repr(self) -> str:

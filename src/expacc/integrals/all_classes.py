@@ -14,6 +14,7 @@ its own over the union of its classes' supports; log F at those nodes is shared 
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from expacc.integrals.normal import LOG_SQRT_TWO_PI, hazard, log_cdf
@@ -100,7 +101,7 @@ def log_win_probabilities(u: Tensor, rule: Rule) -> Tensor:
         identity = torch.arange(classes, dtype=m.dtype, device=m.device).expand_as(bucket)
         # Neither the stack of functorch transforms nor the level of dual numbers has a public accessor; torch.unique
         # has no forward mode, and no_grad does not end it.
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             bucket, labels = identity, range(classes)
         else:
             labels = torch.unique(bucket[takes_part & ~mine & ~torch.isnan(bucket)]).tolist()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from expacc.kernels.build import LIBRARY
 
@@ -301,7 +302,7 @@ class _Loss(torch.autograd.Function):
 
 def _is_batched(tensor: Tensor) -> bool:
     """Say whether a tensor is vmap's: autograd.grad(is_grads_batched=True) and vectorised Jacobians send such ones."""
-    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+    return is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor)
 
 
 def _differentiable_backward(ctx: Any, upstream: Tensor) -> Any:

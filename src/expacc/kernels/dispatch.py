@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from expacc.kernels import cpu
@@ -63,7 +64,7 @@ def note_path(path: str) -> None:
 def under_transform() -> bool:
     """Say whether a functorch transform or forward-mode AD is active."""
     # Neither has a public accessor; both are read the same way by torch's own compiler.
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result
@@ -80,7 +81,7 @@ def needs_operator(*tensors: Tensor | None) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
         or any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
     )
 
