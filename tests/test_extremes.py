@@ -152,9 +152,9 @@ def test_an_infinity_takes_no_part_in_the_statistics(backend: str, noise: Any, b
 def test_nan_stays_in_its_row(
     backend: str, noise: Any, normalize: bool, power: float, place: int, margin: float | None
 ) -> None:
-    logits, target = draw(4, 3, dtype=torch.float32), torch.tensor([2, 0, 1, 0])
+    logits, target = draw(4, 4, dtype=torch.float32), torch.tensor([2, 0, 1, 0])
     others = [0, 2, 3]
-    logits[1, place] = NAN
+    logits[:2, 3], logits[1, place] = -INF, NAN
     options: dict[str, Any] = {"noise": noise, "power": power, "normalize": normalize, "margin": margin}
     upstream = torch.tensor([1.0, 2.0, 0.5, 3.0])
     leaf, rest = logits.clone().requires_grad_(), logits[others].requires_grad_()

@@ -58,16 +58,16 @@ def gaps(x: Tensor, target: Tensor, sigma: Tensor | float, margin: float | None)
         margin: r, or None.
     """
     x = torch.where(torch.isneginf(x).all(-1, keepdim=True), torch.zeros_like(x), x)
+    # A row with a NaN is NaN all through, also where a mask or the margin would cut its gradient off.
+    x = torch.where(torch.isnan(x).any(-1, keepdim=True), x + torch.nan, x)
     own = x.gather(-1, target.unsqueeze(-1))
     gap = own - x
     # Infinite gaps bypass the arithmetic: their gradient in sigma would be inf·0.
     finite = torch.isfinite(gap)
     m = torch.where(finite, gap, torch.zeros_like(gap))
     if margin is not None:
-        # A row with a NaN is NaN all through, also where the margin would cut the gradient off.
         # Not clamp, whose gradient at gap = r is 1: a competitor that has met the margin has none, on every path.
-        below = (m < margin) | torch.isnan(x).any(-1, keepdim=True)
-        m = torch.where(below, m, torch.full_like(m, margin))
+        m = torch.where(m < margin, m, torch.full_like(m, margin))
     m = m / (sigma.unsqueeze(-1) if isinstance(sigma, Tensor) and sigma.ndim else sigma)
     m = torch.where(finite, m, gap)
     mine = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
