@@ -162,7 +162,8 @@ def _win_slope(m: Tensor, log_p: Tensor, rule: Rule) -> Tensor:
     weights = torch.exp(g - divisor).split([part.shape[-1] for part in blocks], -1)
     total = torch.zeros_like(m)
     for part, weight in zip(blocks, weights, strict=True):
-        total = total + (weight.unsqueeze(-2) @ hazard(part.unsqueeze(-1) + m.unsqueeze(-2))).squeeze(-2)
+        # Not a matrix product: BLAS sums in an order that depends on where the memory lies, so the bits would vary.
+        total = total + (weight.unsqueeze(-1) * hazard(part.unsqueeze(-1) + m.unsqueeze(-2))).sum(-2)
     return total
 
 
