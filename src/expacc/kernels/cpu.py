@@ -279,7 +279,8 @@ class _Loss(torch.autograd.Function):
         outcome, ctx.outcome = ctx.outcome, None
         if outcome is None:
             wanted = ctx.needs_input_grad
-            outcome = _evaluate(*ctx.saved_tensors, ctx.options, wanted[0], wanted[2])[1:]
+            logits, target, sigma, power, weight = ctx.saved_tensors
+            outcome = _evaluate(logits, target, sigma, power, weight, ctx.options, wanted[0], wanted[2])[1:]
         grad, sigma_grad, couple = outcome
         options: _Options = ctx.options
         if sigma_grad is not None:
@@ -361,8 +362,8 @@ def _loss_op(
     options = _Options(margin, noise, normalize, ignore_index, reduction)
     outcome = _evaluate(logits, target, sigma, power, weight, options, want_grad, want_sigma)
     grad = torch.empty(0) if outcome.grad is None else outcome.grad.contiguous()
-    none = torch.empty(0, dtype=torch.float64)
-    return outcome.loss, grad, *(none.clone() if part is None else part for part in outcome[2:])
+    sigma_grad, couple = (torch.empty(0, dtype=torch.float64) if part is None else part for part in outcome[2:])
+    return outcome.loss, grad, sigma_grad, couple
 
 
 @_loss_op.register_fake

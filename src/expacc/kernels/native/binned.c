@@ -740,11 +740,17 @@ EXPACC_INLINE slope_sums slopes_of(const work *w, const slope_rule *rule, const 
     return s;
 }
 
+/* The next float up or down; one step from 0 is the smallest normal number, denormals count as 0. */
+static float neighbour(float x, int up) {
+    if (fabsf(x) < 2e-38f) return up ? (x < 0 ? 0.0f : 2e-38f) : (x > 0 ? 0.0f : -2e-38f);
+    return nextafterf(x, up ? INFINITY : -INFINITY);
+}
+
 /* The largest score x with (own - x) * scale >= cap: scores up to it have met the margin. */
 static float cap_threshold(double own, double scale, double cap) {
     float x = (float)(own - cap / scale);
-    while ((own - (double)x) * scale >= cap) x = nextafterf(x, INFINITY);
-    while (!((own - (double)x) * scale >= cap)) x = nextafterf(x, -INFINITY);
+    while ((own - (double)x) * scale >= cap) x = neighbour(x, 1);
+    while (!((own - (double)x) * scale >= cap)) x = neighbour(x, 0);
     return x;
 }
 
