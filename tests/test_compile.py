@@ -10,7 +10,6 @@ from torch._dynamo.utils import counters
 
 from expacc import ExactLoss
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # inductor's own import
 both = pytest.mark.parametrize("backend", BACKENDS)
 TARGET = torch.tensor([0, 2, 1])
 

@@ -11,7 +11,6 @@ from expacc import ExactLoss, argmax_probabilities, exact_loss, expected_error, 
 from expacc.kernels.dispatch import watch_paths
 
 # torch scripts its own decompositions when a process first uses forward mode.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 both = pytest.mark.parametrize("backend", BACKENDS)
 noises = pytest.mark.parametrize("noise", NOISES)
 wide, narrow = TOLERANCE[torch.float64], TOLERANCE[torch.float32]

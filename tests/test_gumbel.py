@@ -10,7 +10,6 @@ from torch import Tensor
 from expacc.integrals.gumbel import log_win_probabilities, log_win_probability, win_probabilities
 
 # torch's own, from the first dual number of a process
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 INF = math.inf
 

@@ -11,7 +11,6 @@ from expacc.integrals.monte_carlo import expected_indicator, win_probability
 from expacc.integrals.quadrature import Rule, log_win_probability
 
 # torch's own, from the first dual number of a process
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 INF = math.inf
 GAPS = [INF, 0.8, -0.3, 1.5]

@@ -18,7 +18,6 @@ from expacc.integrals import normal
 from expacc.integrals.normal import excess, hazard, log_cdf
 
 # torch's own, from the first dual number of a process
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 Function = Callable[[Tensor], Tensor]
 FUNCTIONS = pytest.mark.parametrize("function", [log_cdf, hazard, excess], ids=lambda f: f.__name__)
