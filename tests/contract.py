@@ -111,7 +111,7 @@ def load_truth() -> dict[str, Truth]:
 
 
 def choose_cases(path: Column, classes: int, wins: bool = False) -> list[Case]:
-    """Return the cases of a size; of the 100 000 classes, the slow reference takes some (all, with EXPACC_TEST_ALL=1)."""
+    """Return the cases of a size; of 100 000 classes the slow reference takes some (EXPACC_TEST_ALL=1: all)."""
     chosen = [c for c in cases() if c.classes == classes and not (wins and c.margin is not None)]
     if classes <= 1000 or path.backend != "reference" or EVERYTHING:
         return chosen
@@ -209,4 +209,3 @@ def require(names: list[str], errors: np.ndarray, limits: np.ndarray | float, le
     ratio = np.asarray(errors, dtype=np.float64) / limits
     worst = int(np.argmax(np.where(np.isnan(ratio), np.inf, ratio)))
     assert ratio[worst] <= 1.0, f"{names[worst]}: error {errors[worst]:.3g} is {ratio[worst]:.3g} times the contract"
-

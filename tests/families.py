@@ -92,7 +92,9 @@ def two_group_row(classes: int, *, a: float, b: float, count: int, seed: int = 0
     return _place(seed, [0.0], others)
 
 
-def mixture_row(classes: int, *, levels: list[float], shares: list[int], width: float, seed: int, lattice: float = 0.125):
+def mixture_row(
+    classes: int, *, levels: list[float], shares: list[int], width: float, seed: int, lattice: float = 0.125
+):
     """Clusters of competitors around target − level, in proportion to `shares`, each of the given width."""
     ids = np.repeat(np.arange(len(levels)), shares)
     pick = ids[(draw_bits(seed, classes - 1, 3) % np.uint64(len(ids))).astype(np.int64)]
@@ -155,11 +157,15 @@ def cases() -> list[Case]:
             fine = (1 / 256, 1 / 64, 1 / 32)[k]
             out += _named(f"random{scale:g}", "random", c, scale=scale, seed=seed + k, lattice=_lattice(c, fine))
         for rank in (1.0, 0.5, 0.0):
-            out += _named(f"random2-rank{rank:g}", "random", c, scale=2.0, seed=seed + 9, rank=rank, lattice=_lattice(c))
+            out += _named(
+                f"random2-rank{rank:g}", "random", c, scale=2.0, seed=seed + 9, rank=rank, lattice=_lattice(c)
+            )
         for lead in (0, -10, -100, -1e4, 10, 1e4):
             out += _named(f"lead{lead:g}-equal", "lead", c, lead=float(lead))
         for lead in (-10, -100, 10) if c > 2 else ():
-            out += _named(f"lead{lead:g}-spread", "lead", c, lead=float(lead), spread=3.0, seed=seed, lattice=_lattice(c))
+            out += _named(
+                f"lead{lead:g}-spread", "lead", c, lead=float(lead), spread=3.0, seed=seed, lattice=_lattice(c)
+            )
         for lead in (2, 3, 4, 5, 6):
             out += _named(f"lead{lead}-equal", "lead", c, lead=float(lead))
             if c > 2:
@@ -201,7 +207,9 @@ def draw_cases(seed: int, count: int) -> list[Case]:
 
 def _draw_case(pick: np.random.Generator, index: int) -> Case:
     """Draw one case: a size, a family, its numbers, a sigma and, half of the time, a margin."""
-    c = int(pick.choice([2, 3, 5, 10, 30, 100, 300, 1000, 100_000], p=[0.1, 0.1, 0.1, 0.15, 0.1, 0.15, 0.1, 0.15, 0.05]))
+    c = int(
+        pick.choice([2, 3, 5, 10, 30, 100, 300, 1000, 100_000], p=[0.1, 0.1, 0.1, 0.15, 0.1, 0.15, 0.1, 0.15, 0.05])
+    )
     family = str(pick.choice(list(FAMILIES)))
     seed, lattice = int(pick.integers(2**31)), 0.0625 if c > 1000 else None
     a, b = pick.uniform(-8, 12, 2).round(3)

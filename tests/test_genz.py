@@ -202,7 +202,8 @@ def test_extremes_are_finite(estimate: Callable, mean: list[float], expected: fl
         p = estimate(m, 4096, generator())
     (slope,) = torch.autograd.grad(p, m)
     assert p.item() == pytest.approx(expected, rel=0.02, abs=1e-30)
-    assert torch.isfinite(slope).all() and (slope >= 0).all()
+    assert torch.isfinite(slope).all()
+    assert (slope >= 0).all()
     assert (slope[torch.isinf(m)] == 0).all()
 
 
@@ -212,7 +213,8 @@ def test_nan_stays_in_its_row(estimate: Callable) -> None:
     p = estimate(mean, 8, generator())
     (slope,) = torch.autograd.grad(p.sum(), mean)
     assert torch.isnan(p).tolist() == [False, True]
-    assert torch.isfinite(slope[0]).all() and torch.isnan(slope[1]).any()
+    assert torch.isfinite(slope[0]).all()
+    assert torch.isnan(slope[1]).any()
 
 
 @ESTIMATES
@@ -244,7 +246,8 @@ def test_the_global_random_state_is_neither_read_nor_moved(estimate: Callable) -
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(1)
     other = run()
-    assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
 
 
 @ESTIMATES

@@ -1,8 +1,8 @@
 """The row kernel for many classes against the float64 definition, on every instruction set that runs here.
 
-The committed truth is tested elsewhere; here are the seams: the class counts at which the method changes (classes listed
-or binned, all of them or only those within reach, cells settled once or often), the rows that the tables do not hold,
-the scores that are not finite.
+The committed truth is tested elsewhere; here are the seams: the class counts at which the method changes (classes
+listed or binned, all of them or only those within reach, cells settled once or often), the rows that the tables do not
+hold, the scores that are not finite.
 """
 
 import math
@@ -262,7 +262,9 @@ def test_a_row_does_not_depend_on_its_neighbours():
 @pytest.mark.parametrize("offset", [-1000.0, 0.25, 4096.0])
 def test_a_common_shift_changes_nothing(offset):
     x = (bell(500, 11) * 64).round() / 64  # representable with every offset
-    torch.testing.assert_close(kernel(x + offset, torch.tensor([5]), ONE), kernel(x, torch.tensor([5]), ONE), rtol=0, atol=0)
+    torch.testing.assert_close(
+        kernel(x + offset, torch.tensor([5]), ONE), kernel(x, torch.tensor([5]), ONE), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e-3])

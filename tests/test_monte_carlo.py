@@ -172,7 +172,8 @@ def test_nan_stays_in_its_row_and_inf_has_no_gradient(estimate: Callable) -> Non
     p = estimate(x)
     (slope,) = torch.autograd.grad(p.sum(), x)
     assert torch.isnan(p).tolist() == [False, True]
-    assert torch.isfinite(slope[0]).all() and slope[0, 0] == 0
+    assert torch.isfinite(slope[0]).all()
+    assert slope[0, 0] == 0
     assert torch.isnan(slope[1]).any()
 
 
@@ -209,7 +210,8 @@ def test_only_the_generator_decides() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(1)
     other = run()
-    assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
 
 
 def test_the_indicator_records_no_graph_and_is_called_once() -> None:

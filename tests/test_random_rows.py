@@ -187,13 +187,11 @@ def report(record_property, column: str, worst: Worst) -> None:
     assert not broken, f"EXPACC_TEST_SEED={SEED}: {broken}"
 
 
-@pytest.mark.xdist_group("random-rows")
 @pytest.mark.parametrize("column", PATHS, ids=str)
 def test_random_rows(column, record_property):
     report(record_property, str(column), measure(column))
 
 
-@pytest.mark.xdist_group("random-rows")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_random_rows_win_probabilities(dtype, record_property):
     report(record_property, f"win probabilities, {dtype}", measure_wins(dtype))

@@ -22,7 +22,6 @@ from contract import (
     TRUTH,
     Column,
     Result,
-    choose_cases,
     evaluate,
     evaluate_wins,
     load_truth,
@@ -34,13 +33,8 @@ from families import cases, fingerprint
 from expacc import argmax_probabilities, expected_error
 from expacc.kernels.dispatch import watch_paths
 
-
-def _group(path: Column, classes: int) -> pytest.MarkDecorator:
-    return pytest.mark.xdist_group(f"truth-{path}-{classes if classes > 1000 else 'small'}")
-
-
-CELLS = [pytest.param(p, c, id=f"{p}-C{c}", marks=_group(p, c)) for p in PATHS for c in SIZES]
-WIN_CELLS = [pytest.param(p, c, id=f"{p}-C{c}", marks=_group(p, c)) for p in PATHS[:2] for c in SIZES]
+CELLS = [pytest.param(p, c, id=f"{p}-C{c}") for p in PATHS for c in SIZES]
+WIN_CELLS = [pytest.param(p, c, id=f"{p}-C{c}") for p in PATHS[:2] for c in SIZES]
 HALVES = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.bfloat16, torch.float16)]
 BACKENDS = [pytest.param(b, id=b) for b in ("reference", "cpu")]
 
@@ -203,7 +197,7 @@ def test_half_input_win_probabilities(dtype, classes):
     ("path", "classes"), [pytest.param(p, c, id=f"{p}-C{c}") for p in PATHS for c in (10, 1000, 100_000)]
 )
 def test_bit_for_bit_twice(path, classes):
-    case = next(c for c in choose_cases(path, classes) if c.name == f"lead4-spread-C{classes}-offset1000")
+    case = next(c for c in cases() if c.name == f"lead4-spread-C{classes}-offset1000")
     logits, target, sigma = stack([case], path.dtype)
     logits.requires_grad_()
     runs = []

@@ -74,7 +74,7 @@ def check_power(power: Any) -> None:
     check_number("power", power, "0.3 (1: expected error, 0: −log P)")
 
 
-def check_sigma(sigma: Any, target_shape: torch.Size) -> None:
+def check_sigma(sigma: Any, target_shape: tuple[int, ...]) -> None:
     """Raise unless ``sigma`` is a positive number, a 0-dim tensor, or a tensor with one value per sample.
 
     The values of a tensor are not read: that would make the host wait for the device.
@@ -110,7 +110,7 @@ def class_count(logits: Tensor) -> int:
     return logits.shape[1 if logits.ndim > 1 else 0]
 
 
-def sample_shape(logits: Tensor) -> torch.Size:
+def sample_shape(logits: Tensor) -> tuple[int, ...]:
     """Return the shape of the samples: that of ``logits`` without its class dimension."""
     return logits.shape[:1] + logits.shape[2:] if logits.ndim > 1 else logits.shape[:0]
 

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NORMALIZE_EPS = 1e-5  # inside the root, as in torch's BatchNorm: tiny logits are not blown up, constant ones stay finite
+NORMALIZE_EPS = (
+    1e-5  # inside the root, as in torch's BatchNorm: tiny logits are not blown up, constant ones stay finite
+)
 _SERIES = 1e-3  # below it 1 + x/2 + x²/6 + x³/24 + x⁴/120 is exact to 1e-18
 _FAR = -0.5  # below it exp(x) - 1 is as exact as expm1(x)
 

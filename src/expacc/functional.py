@@ -273,9 +273,7 @@ def _rows(logits: Tensor) -> Tensor:
     return logits.movedim(1, -1) if logits.ndim > 1 else logits
 
 
-def _prepare(
-    logits: Tensor, target: Tensor, weight: Tensor | None, soft: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _prepare(logits: Tensor, target: Tensor, weight: Tensor | None, soft: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return scores (..., C) in float64, the target as the reference takes it, and the weight in float64."""
     target = _rows(target).double() if soft else target.long()
     return _rows(logits).double(), target, None if weight is None else weight.double()

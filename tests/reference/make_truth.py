@@ -1,10 +1,10 @@
 """Compute the certified truth of every case in tests/families.py: truth.json, beside this script.
 
-    PYTHONPATH=tests python tests/reference/make_truth.py            # only the cases that are missing; resumes after a kill
+    PYTHONPATH=tests python tests/reference/make_truth.py            # the cases that are missing; resumes after a kill
     PYTHONPATH=tests python tests/reference/make_truth.py --check 20 # certify 20 cases anew and compare
 
-Method, "trapezoid": every integrand here is f(z) = Σ_k c_k · (one or two φ's) · (Φ's), c_k ≥ 0, with C factors φ or Φ of
-shifted arguments in each term (C classes). On a line Im z = b they grow by little:
+Method, "trapezoid": every integrand here is f(z) = Σ_k c_k · (one or two φ's) · (Φ's), c_k ≥ 0, with C factors φ or Φ
+of shifted arguments in each term (C classes). On a line Im z = b they grow by little:
 
     |φ(x + ib)| = φ(x) e^(b²/2),    |Φ(x + ib)| = |∫_0^∞ φ(x + ib − s) ds| ≤ e^(b²/2) Φ(x).
 
@@ -13,8 +13,8 @@ So ∫ |f(x + ib)| dx ≤ e^(C b²/2) I with I = ∫ f, and the trapezoidal rule
 
     |T − I| ≤ 2 I e^(C b²/2)/(e^(2πb/h) − 1) ≈ 2 I exp(−2π²/(C h²)):
 
-a proven *relative* bound that holds however the scores lie; h below gives exp(−60). The nodes left out are bounded by the
-geometric series: each term is log-concave, so the ratio of neighbouring nodes falls. All sums run in arb arithmetic
+a proven *relative* bound that holds however the scores lie; h below gives exp(−60). The nodes left out are bounded by
+the geometric series: each term is log-concave, so the ratio of neighbouring nodes falls. All sums run in arb arithmetic
 (python-flint), with equal scores grouped, from the exact float32 scores and the exact double sigma and margin. Nothing
 overflows: arb's exponents are unbounded. P and 1 − P come from integrals of their own and are required to add up to 1.
 
@@ -50,7 +50,7 @@ RADIUS = 1e-18
 
 @dataclass
 class Groups:
-    """The distinct competitor scores: m (doubles to plan with), exact m (arb), how many, and which are below the margin."""
+    """The distinct competitor scores: m (doubles to plan with), exact m (arb), how many, which are below the margin."""
 
     m: np.ndarray
     exact: list[arb]
@@ -155,7 +155,13 @@ class Nodes:
             product = arb(1)
             for p, n in zip(below, self.g.count, strict=True):
                 product *= p ** int(n)
-            self.seen[k] = (self.phi(z), self.cdf(z), product, below, [self.phi(x) / p for x, p in zip(args, below)])
+            self.seen[k] = (
+                self.phi(z),
+                self.cdf(z),
+                product,
+                below,
+                [self.phi(x) / p for x, p in zip(args, below, strict=True)],
+            )
         return self.seen[k]
 
     def terms(self, k: int, head: str, weights: dict[int, int] | None) -> tuple[list[arb], list[arb]]:
@@ -268,7 +274,9 @@ def encode(x: arb) -> list:
 def make_record(case: Case) -> dict:
     start = time.perf_counter()
     r = certify_until(case)
-    stored = {k: {i: encode(x) for i, x in v.items()} if isinstance(v, dict) else encode(v) for k, v in r["values"].items()}
+    stored = {
+        k: {i: encode(x) for i, x in v.items()} if isinstance(v, dict) else encode(v) for k, v in r["values"].items()
+    }
     how = {"method": "trapezoid", "certified": True, "bits": r["precision"], "nodes": r["nodes"], "groups": r["groups"]}
     return {"crc32": fingerprint(case), **stored, **how, "seconds": round(time.perf_counter() - start, 2)}
 
@@ -299,7 +307,9 @@ def integrate_adaptively(case: Case) -> arb:
             value *= ((-(z + m) / root).erfc() / 2) ** int(n)
         return value
 
-    inside = acb.integral(integrand, arb(left), arb(right), rel_tol=arb(2) ** -90, abs_tol=arb(height).exp() * arb(2) ** -90)
+    inside = acb.integral(
+        integrand, arb(left), arb(right), rel_tol=arb(2) ** -90, abs_tol=arb(height).exp() * arb(2) ** -90
+    )
     return inside.real + arb(0, 1) * (arb(height) - NATS + 10).exp()
 
 
@@ -316,7 +326,9 @@ def write(path: Path, lines: dict[str, dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", type=int, metavar="N", help="certify N stored cases anew, evenly spread over the list")
+    parser.add_argument(
+        "--check", type=int, metavar="N", help="certify N stored cases anew, evenly spread over the list"
+    )
     parser.add_argument("--only", default="", help="only the cases whose name contains this")
     args = parser.parse_args()
     done: dict[str, dict] = json.loads(TRUTH.read_text()) if TRUTH.exists() else {}

@@ -69,7 +69,9 @@ def win_probabilities(u: Tensor, rule: Rule) -> Tensor:
     x = z.unsqueeze(-1) + m.unsqueeze(-2)
     weights = torch.exp(log_cdf(x).sum(-1)) * step
     # A lone class's density λ(z)Φ(z) = φ(z), over the support of something narrower, would miss mass: it is certain.
-    return torch.where(alone, mine.to(m.dtype) + 0.0 * m.nan_to_num(0.0, 0.0), (weights.unsqueeze(-1) * hazard(x)).sum(-2))
+    return torch.where(
+        alone, mine.to(m.dtype) + 0.0 * m.nan_to_num(0.0, 0.0), (weights.unsqueeze(-1) * hazard(x)).sum(-2)
+    )
 
 
 def log_win_probabilities(u: Tensor, rule: Rule) -> Tensor:

@@ -69,7 +69,8 @@ def _left_excess(a: Tensor) -> Tensor:
 
 def _density(a: Tensor) -> Tensor:
     """Return φ(a) for a ≥ 0. Squaring a rounded a would cost a²/2 ulp (800 at a = 40), so a is split: h has few
-    bits, h² is exact, and a² = h² + (a-h)(a+h)."""
+    bits, h² is exact, and a² = h² + (a-h)(a+h).
+    """
     a = a.clamp(max=_FLUSH)
     h = (a * 16.0).round_().mul_(0.0625)
     rest = (h - a).mul_(h + a).mul_(0.5).exp_()

@@ -36,8 +36,8 @@ from expacc.integrals.normal import LOG_SQRT_TWO_PI, hazard, log_cdf
 from expacc.integrals.opaque import make_opaque
 
 # Fewer steps only widen the support: a low mode lowers the level, and an edge comes from outside. The climb is longest
-# for many equal scores, about log C steps, and the edges come down from f ~ -C·drop by a factor of 4 a step. Measured on
-# 4 000 rows up to C = 100 000: 12 and 10 give the final support within 2 %; 8 and 6 make it 3 times as long.
+# for many equal scores, about log C steps, and the edges come down from f ~ -C·drop by a factor of 4 a step. Measured
+# on 4 000 rows up to C = 100 000: 12 and 10 give the final support within 2 %; 8 and 6 make it 3 times as long.
 _MODE_STEPS = 16
 _EDGE_STEPS = 12
 # Upper limit on the numbers in one (rows, nodes, classes) temporary; nodes are taken in blocks below it. On a CPU a
