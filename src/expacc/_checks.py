@@ -74,7 +74,7 @@ def check_power(power: Any) -> None:
     check_number("power", power, "0.3 (1: expected error, 0: −log P)")
 
 
-def check_sigma(sigma: Any, target_shape: tuple[int, ...]) -> None:
+def check_sigma(sigma: Any, logits: Tensor) -> None:
     """Raise unless ``sigma`` is a positive number, a 0-dim tensor, or a tensor with one value per sample.
 
     The values of a tensor are not read: that would make the host wait for the device.
@@ -83,9 +83,9 @@ def check_sigma(sigma: Any, target_shape: tuple[int, ...]) -> None:
         check_number("sigma", sigma, "1.0", positive=True)
     elif not sigma.is_floating_point():
         raise TypeError(f"sigma must be floating point, got {sigma.dtype}: write sigma.float().")
-    elif sigma.ndim and sigma.shape != target_shape:
+    elif sigma.ndim and sigma.shape != sample_shape(logits):
         raise ValueError(
-            f"sigma must be a number, a 0-dim tensor or have one value per sample, shape {tuple(target_shape)}; "
+            f"sigma must be a number, a 0-dim tensor or have one value per sample, shape {tuple(sample_shape(logits))}; "
             f"got shape {tuple(sigma.shape)}."
         )
 

@@ -82,7 +82,7 @@ def exact_loss(
     """
     _checks.check_logits(logits)
     soft = _checks.check_target(logits, target, ignore_index)
-    _checks.check_sigma(sigma, _checks.sample_shape(logits))
+    _checks.check_sigma(sigma, logits)
     _checks.check_margin(margin)
     _checks.check_power(power)
     _checks.check_choice("noise", noise, _checks.NOISES)
@@ -99,7 +99,7 @@ def exact_loss(
         _checks.check_sampled(integrator, noise, soft or label_smoothing > 0)
     if logits.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(logits.device.type):
         logits = logits.float()  # as autocast does for cross_entropy
-    learned = any(isinstance(v, Tensor) and v.requires_grad for v in (power, weight)) and torch.is_grad_enabled()
+    learned = torch.is_grad_enabled() and (_learns(power) or _learns(weight))
     call = Call(backend, soft or label_smoothing > 0, sampled, nodes, data_group is not None, learned)
     if choose_path(logits, target, call) == "cpu":
         note_path("cpu")
@@ -243,7 +243,7 @@ def argmax_probabilities(
     tensor([0.7602, 0.2398])
     """
     _checks.check_logits(logits)
-    _checks.check_sigma(sigma, _checks.sample_shape(logits))
+    _checks.check_sigma(sigma, logits)
     _checks.check_choice("noise", noise, _checks.NOISES)
     _checks.check_nodes(nodes)
     _checks.check_choice("backend", backend, ("auto", "reference"))
@@ -266,6 +266,11 @@ def _per_sample(logits, target, sigma, power, margin, noise, nodes, backend) -> 
     return exact_loss(
         logits, target, sigma, margin=margin, power=power, noise=noise, normalize=False, nodes=nodes, backend=backend
     )
+
+
+def _learns(value: Any) -> bool:
+    """Say whether a value is a tensor that wants a gradient."""
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _rows(logits: Tensor) -> Tensor:
