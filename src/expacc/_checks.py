@@ -85,8 +85,8 @@ def check_sigma(sigma: Any, logits: Tensor) -> None:
         raise TypeError(f"sigma must be floating point, got {sigma.dtype}: write sigma.float().")
     elif sigma.ndim and sigma.shape != sample_shape(logits):
         raise ValueError(
-            f"sigma must be a number, a 0-dim tensor or have one value per sample, shape {tuple(sample_shape(logits))}; "
-            f"got shape {tuple(sigma.shape)}."
+            "sigma must be a number, a 0-dim tensor or have one value per sample, "
+            f"shape {tuple(sample_shape(logits))}; got shape {tuple(sigma.shape)}."
         )
 
 
