@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expacc import argmax_probabilities
+from expacc.integrals import all_classes
 from expacc.integrals.all_classes import log_win_probabilities, win_probabilities
 from expacc.integrals.quadrature import Rule, auto_rule, log_win_probability
 
@@ -103,6 +104,26 @@ def test_rows_do_not_touch_each_other(function):
     together = function(u, rule_for(u))
     apart = torch.cat([function(row[None], rule_for(row)) for row in u])
     torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("function", [win_probabilities, log_win_probabilities])
+def test_chunks_of_rows_change_nothing(function, monkeypatch):
+    """Value, gradient, second derivatives and batched upstream gradients, with a row a chunk and with all in one."""
+    u = torch.cat([spread(6, 1.0), spread(6, 9.0), lead(6, 4.0)]).requires_grad_()
+    above = torch.linspace(0.5, 2.0, u.numel(), dtype=torch.float64).view(3, 6)
+
+    def derive():
+        value = function(u, rule_for(u))
+        (slope,) = torch.autograd.grad(value, u, above, retain_graph=True)
+        (smooth,) = torch.autograd.grad(value, u, above, create_graph=True)
+        (bend,) = torch.autograd.grad(smooth.square().sum(), u, retain_graph=True)
+        (many,) = torch.autograd.grad(value, u, torch.stack([above, -above]), is_grads_batched=True)
+        return value, slope, smooth, bend, many
+
+    whole = derive()
+    monkeypatch.setattr(all_classes, "_CPU_CHUNK", 1)
+    for got, want in zip(derive(), whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-13)
 
 
 MASKED = {

@@ -215,7 +215,7 @@ def all_three(x: Tensor) -> Tensor:
     ("function", "backend"),
     [(log_cdf, "aot_eager"), (hazard, "aot_eager"), (excess, "aot_eager"), (all_three, "inductor")],
 )
-@pytest.mark.filterwarnings("ignore:.*instantiated:DeprecationWarning")  # torch's own, of any Function
+@pytest.mark.filterwarnings("ignore:.*(instantiated|torch.jit):DeprecationWarning")  # torch's own, of any Function
 def test_compiles_without_a_break(function: Function, backend: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend)
