@@ -12,7 +12,8 @@ out wrong by 2e-3. `log_win_probabilities` puts classes of similar score into bu
 its own over the union of its classes' supports; log F at those nodes is shared by the bucket.
 
 Memory: nodes times classes for the rows of a chunk at a time, and nothing but the scores between forward and backward,
-which computes each chunk again: a quarter of what autograd would keep for 256 × 1000 with label smoothing, and no slower.
+which computes each chunk again. With label smoothing, 256 × 1000, that is a quarter of what autograd would keep, and no
+slower.
 """
 
 from collections.abc import Callable
