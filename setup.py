@@ -34,6 +34,7 @@ class BuildKernel(build_ext):
         build = _load_build()
         in_place = self.inplace or getattr(self, "editable_mode", False)
         target = (_ROOT / "src" if in_place else Path(self.build_lib)) / _KERNELS / build.LIBRARY
+        target.unlink(missing_ok=True)  # of an earlier build: a failing one must not ship it
         if os.environ.get("EXPACC_NO_KERNEL"):
             print("expacc: EXPACC_NO_KERNEL is set: installing without the native kernel.", file=sys.stderr)
             return

@@ -32,8 +32,8 @@ from expacc.studies.records import Record, begin_record
 from expacc.studies.report import print_table, track
 
 CLAIM = (
-    "Equally spaced nodes over each integrand's support reach double precision for every certified row, "
-    "where fixed nodes, nodes scaled by the mode's curvature, and sampling do not."
+    "Equally spaced nodes over each integrand's support reach double precision for every certified row (of 100 000 "
+    "classes five were run), where fixed nodes, nodes scaled by the mode's curvature, and sampling do not."
 )
 CLASSES = (2, 10, 100, 1000, 100_000)
 NODES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)

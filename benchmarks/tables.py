@@ -120,7 +120,7 @@ def loss_table(record: Record, dtype: str = "float32", scale: float = 2.0, build
         base = f"{1e3 * cells[BASE]['value']:.3f} ms"
         body.append([_shape(shape), base, *(_ratio(cells.get(name)) for name in others)])
     note = f"{dtype}, logits at scale {scale:g}, kernel: {build or 'none'}. "
-    note += "Forward and backward, median over cross-entropy's in the same rounds (in brackets: of the lower deciles)."
+    note += "Forward and backward, median over cross-entropy's median (in brackets: lower decile over lower decile)."
     return Table("Time over cross-entropy's", ["batch × classes", "cross-entropy", *map(_head, others)], body, note)
 
 

@@ -213,14 +213,13 @@ def test_quick_special_runs(tmp_path):
     assert len(Record.read(out).rows) == len(special.DTYPES) * len(special.CANDIDATES)
 
 
-def test_every_method_takes_part_with_cross_entropy_in_its_rounds():
+def test_every_method_takes_part_and_cross_entropy_in_every_round():
     ready = {
         name: (loss.METHODS[name].make(), *loss.make_batch("float32", 4, 5, 1.0), 1e-4, []) for name in loss.METHODS
     }
     times = loss._take_turns(ready, 0.01)
     assert all(times.values())
-    base = {pair[0] for pair in times[loss.BASE]}
-    assert all(pair[1] in base for pairs in times.values() for pair in pairs)
+    assert len(times[loss.BASE]) == max(map(len, times.values()))
 
 
 def test_a_slow_shape_is_skipped_and_says_so():

@@ -128,7 +128,8 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else name)
     assert cli.main(["study", "toy"]) == 2
     assert capfd.readouterr().err == (
-        "expacc study toy: this command needs matplotlib, part of the extra 'studies': pip install 'expacc[studies]'\n"
+        "expacc study toy: this command needs matplotlib, part of the extra 'studies': "
+        "in a checkout, pip install '.[studies]' -c constraints.txt\n"
     )
 
 

@@ -8,7 +8,7 @@ from plain import BACKENDS, TOLERANCE, draw, run, value_and_grad
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from expacc import ExactLoss
+from expacc import ExactLoss, argmax_probabilities, exact_loss
 
 both = pytest.mark.parametrize("backend", BACKENDS)
 TARGET = torch.tensor([0, 2, 1])
@@ -196,3 +196,48 @@ def test_the_kernel_compiles_with_inductor() -> None:
     want, slope = value_and_grad(lambda x: loss(x, TARGET), logits)
     torch.testing.assert_close(value, want, **TOLERANCE[torch.float32])
     torch.testing.assert_close(grad, slope, **TOLERANCE[torch.float32])
+
+
+@both
+def test_numbers_that_move_do_not_compile_again(backend: Any) -> None:
+    """σ and q as Python numbers, too, become inputs of the graph."""
+    counter = CompileCounterWithBackend("aot_eager")
+    x = draw(3, 4, dtype=torch.float32)
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(sigma: float, power: float) -> torch.Tensor:
+        return exact_loss(x, TARGET, sigma, power=power, backend=backend)
+
+    for k in range(12):
+        sigma, power = 1.5 + k / 8, 0.2 + k / 16
+        torch.testing.assert_close(
+            step(sigma, power), exact_loss(x, TARGET, sigma, power=power, backend=backend), **TOLERANCE[torch.float32]
+        )
+    assert counter.frame_count <= 3
+
+
+FORWARD: dict[str, Any] = {
+    "kernel": lambda x: ExactLoss()(x, TARGET),
+    "gumbel": lambda x: ExactLoss(noise="gumbel", normalize=False)(x, TARGET),
+    "reference": lambda x: ExactLoss(backend="reference")(x, TARGET),
+    "smoothing": lambda x: ExactLoss(label_smoothing=0.1)(x, TARGET),
+    "argmax": lambda x: argmax_probabilities(x).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_inside_a_graph_is_refused(name: str) -> None:
+    """An operator has no forward-mode rule, and torch would take its tangent for 0."""
+    x = draw(3, 4, dtype=torch.float32)
+    step = torch.compile(lambda v: torch.func.jvp(FORWARD[name], (x,), (v,))[1], fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"forward-mode AD .* has no rule inside torch.compile"):
+        step(x)
+
+
+@pytest.mark.parametrize("place", ["compile", "vmap"])
+def test_smoothing_refuses_a_target_out_of_range_everywhere(place: str) -> None:
+    x, wrong = draw(3, 4, dtype=torch.float32), torch.tensor([0, 77, 1])
+    loss = ExactLoss(label_smoothing=0.1, normalize=False)
+    call = torch.func.vmap(loss) if place == "vmap" else torch.compile(loss, fullgraph=True, backend="aot_eager")
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        call(x, wrong)

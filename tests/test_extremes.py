@@ -7,7 +7,7 @@ import pytest
 import torch
 from plain import BACKENDS, NOISES, TOLERANCE, draw, plain_loss, run, value_and_grad
 
-from expacc import argmax_probabilities
+from expacc import argmax_probabilities, exact_loss
 
 INF, NAN = math.inf, math.nan
 both = pytest.mark.parametrize("backend", BACKENDS)
@@ -246,3 +246,87 @@ def test_a_tensor_that_cannot_be_a_scale_gives_nan(backend: str, noise: Any, sig
     value = run(backend, draw(2, 3, dtype=torch.float32), torch.tensor([0, 1]), torch.full(shape, sigma), noise=noise,
                 backend=backend)  # fmt: skip
     assert torch.isnan(value).all()
+
+
+@pytest.mark.parametrize("gap", [1e5, 9.9e5, 1.1e6, 3e8, 1e12, 1e30])
+def test_gaps_without_end_keep_their_logarithm(gap: float) -> None:
+    """Log P → -gap²/4 with one competitor, and the gradient → gap/2, on the reference, however far."""
+    x = torch.tensor([[0.0, gap]], dtype=torch.float64)
+    value, grad = value_and_grad(lambda x: run("reference", x, torch.tensor([0]), power=0.0, normalize=False), x)
+    tail = math.log(gap * math.sqrt(math.pi)) if gap < 1e6 else 0.0
+    torch.testing.assert_close(value, torch.tensor([gap * gap / 4 + tail], dtype=torch.float64), rtol=2e-10, atol=0.0)
+    # half of it: value_and_grad's upstream gradient
+    torch.testing.assert_close(grad, gap / 4 * torch.tensor([[-1.0, 1.0]], dtype=torch.float64), rtol=2e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("gap", [3e8, 1e155, 1e300])
+@powers
+def test_a_lead_without_end_is_certain(gap: float, power: float) -> None:
+    x = torch.tensor([[gap, 0.0, 1.0], [0.0, 1.0, 2.0]], dtype=torch.float64)
+    value, grad = value_and_grad(lambda x: run("reference", x, torch.tensor([0, 0]), power=power, normalize=False), x)
+    assert value[0] == 0.0
+    assert (grad[0] == 0.0).all()
+    assert torch.isfinite(grad).all()
+
+
+@noises
+@pytest.mark.parametrize("scale", [1e15, 1e19, 1e25, 1e30])
+def test_huge_logits_are_normalised_alike_on_both_paths(noise: Any, scale: float) -> None:
+    x, target = draw(4, 5, dtype=torch.float32) * scale, torch.tensor([0, 1, 2, 4])
+    slopes = [
+        value_and_grad(lambda x, b=b: run(b, x, target, noise=noise, reduction="mean", backend=b), x)[1].double()
+        * scale
+        for b in BACKENDS
+    ]
+    torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-4, atol=1e-5)
+
+
+@noises
+@pytest.mark.parametrize("classes", [4, 64])
+@pytest.mark.parametrize("margin", [-2.0, -0.1, 0.5])
+def test_masked_rows_below_a_margin_count_as_equal_scores(noise: Any, classes: int, margin: float) -> None:
+    target, sigma = torch.tensor([1]), torch.tensor([0.7], dtype=torch.float64)
+    results = []
+    for level, backend in ((-INF, "cpu"), (-INF, "reference"), (0.0, "reference")):
+        s = sigma.clone().requires_grad_()
+        options: dict[str, Any] = {"margin": margin, "noise": noise, "normalize": False, "backend": backend}
+        value = exact_loss(torch.full((1, classes), level), target, s, power=1.0, **options)
+        results.append((value.detach(), torch.autograd.grad(value.sum(), s)[0]))
+    for value, slope in results[:2]:
+        torch.testing.assert_close(value, results[2][0], **close)
+        torch.testing.assert_close(slope, results[2][1], rtol=1e-4, atol=1e-6)
+
+
+@both
+def test_two_infinite_scores_spoil_their_row_only(backend: str) -> None:
+    x = torch.tensor([[INF, INF, 1.0, 2.0], [0.5, 1.0, 0.0, -1.0]])
+    x.requires_grad_()
+    value = exact_loss(x, torch.tensor([0, 1]), backend=backend)  # type: ignore[arg-type]
+    (grad,) = torch.autograd.grad(value[1], x)
+    assert torch.isnan(value[0])
+    torch.testing.assert_close(grad[1], torch.tensor([0.2718, -0.4429, 0.1168, -0.0760]), rtol=0, atol=1e-4)
+
+
+@both
+def test_a_nan_reaches_its_own_sigma_only(backend: str) -> None:
+    sigma = torch.ones(2, requires_grad=True)
+    x = torch.tensor([[NAN, 0.0, 1.0], [1.0, 0.0, 2.0]])
+    exact_loss(x, torch.tensor([1, 1]), sigma, normalize=False, backend=backend).sum().backward()  # type: ignore[arg-type]
+    assert sigma.grad is not None
+    assert torch.isnan(sigma.grad).tolist() == [True, False]
+
+
+@both
+def test_an_infinite_sigma_cannot_be_meant(backend: str) -> None:
+    x = draw(2, 3, dtype=torch.float32)
+    assert torch.isnan(exact_loss(x, torch.tensor([0, 1]), torch.tensor(INF), backend=backend)).all()  # type: ignore[arg-type]
+
+
+@both
+def test_differences_beyond_float_are_a_loss(backend: str) -> None:
+    x = torch.tensor([[3e38, -3e38, 0.0, 0.0]])
+    value, grad = value_and_grad(
+        lambda x: run(backend, x, torch.tensor([1]), noise="gumbel", power=0.0, normalize=False), x
+    )
+    assert value.item() > 3e38
+    assert grad.tolist() == [[0.5, -0.5, 0.0, 0.0]]  # times value_and_grad's upstream gradient

@@ -137,3 +137,28 @@ def test_kernel_missing(monkeypatch):
     one = torch.tensor(1.0, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="not available: it was not built"):
         cpu.loss(torch.randn(2, 3), torch.tensor([0, 1]), one, one)
+
+
+def test_library_of_other_sources(monkeypatch):
+    monkeypatch.setattr(cpu, "_INTERFACE", -1)
+    assert cpu._load(None).reason.startswith("it was built from other sources; with a C compiler: python -m")
+
+
+def test_a_compiler_that_fails_is_passed_over(bare, monkeypatch):
+    """It is there, but has no headers, say: the next one is taken, or the wheel's is brought along."""
+    _program(bare, "cc", "exit 1")
+    assert build.find_compiler() is None
+    path = _program(bare, "gcc", "exit 0")
+    assert build.find_compiler() == [str(path)]
+
+
+def test_an_old_library_is_not_shipped(tmp_path):
+    """An earlier build's library, which setuptools keeps in build/lib, must not stand in for one that was not built."""
+    old = tmp_path / "lib" / "expacc" / "kernels" / build.LIBRARY
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"of yesterday")
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "lib")]
+    environment = {**os.environ, "EXPACC_NO_KERNEL": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "without the native kernel" in done.stderr
+    assert not old.exists()

@@ -257,3 +257,20 @@ def test_an_ordinary_loop_learns(backend: Any, noise: Any) -> None:
         loss(model(features), target).backward()
         optimizer.step()
     assert (model(features).argmax(1) == target).all()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_schedule_may_move_before_backward(backend, reduction):
+    """The gradient is that of the σ and q of forward, also a second time."""
+    x, target = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 5
+    slopes = []
+    for moves in (False, True):
+        loss, mine = ExactLoss(reduction=reduction, backend=backend), x.clone().requires_grad_()
+        value = loss(mine, target).mean()
+        if moves:
+            loss.sigma, loss.power = 2.0, 0.7
+        value.backward(retain_graph=True)
+        value.backward()
+        slopes.append(mine.grad)
+    assert torch.equal(*slopes)

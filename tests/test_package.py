@@ -1,5 +1,6 @@
 """The package as a newcomer meets it: what importing it loads, its public names, the README's words and snippets."""
 
+import json
 import re
 import subprocess
 import sys
@@ -64,3 +65,15 @@ def test_constraints_satisfy_the_metadata():
     ]
     named = {re.split(r"[\[><=]", want)[0] for want in wanted} - {"expacc"}
     assert named <= set(pinned)
+
+
+@pytest.mark.parametrize("compiler", ["torch._dynamo", "torch._inductor"])
+def test_the_core_does_not_load_the_compiler(compiler):
+    """A second of every start: one decorator of torch.compiler is enough to import it."""
+    assert python(f"import sys; from expacc import ExactLoss; print({compiler!r} in sys.modules)").strip() == "False"
+
+
+def test_records_were_made_by_commits():
+    """A record of code that nobody has cannot be made again."""
+    for path in sorted((CHECKOUT / "results").glob("*.json")):
+        assert re.fullmatch("[0-9a-f]{40}", json.loads(path.read_text(encoding="utf-8"))["commit"]), path.name

@@ -162,5 +162,6 @@ def test_an_extra_that_is_missing_is_named_with_the_command_that_installs_it() -
     with pytest.raises(CommandError) as raised:
         require_extra("expacc study toy", "studies", "json", "no_such_module")
     assert str(raised.value) == (
-        "expacc study toy needs no_such_module, part of the extra 'studies': pip install 'expacc[studies]'"
+        "expacc study toy needs no_such_module, part of the extra 'studies': "
+        "in a checkout, pip install '.[studies]' -c constraints.txt"
     )

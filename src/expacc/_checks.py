@@ -24,11 +24,20 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
 def check_number(name: str, value: Any, example: str, *, positive: bool = False) -> None:
     """Raise unless ``value`` is a finite real number (and positive)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}: write for example {name}={example}.")
+        raise TypeError(
+            f"{name} must be a number, got {type(value).__name__}: write for example {name}={example}, "
+            "or float(…) of a NumPy one."
+        )
     # not math.isfinite: Dynamo cannot trace it on a float that it made symbolic
     if not -math.inf < value < math.inf or (positive and value <= 0):
         kind = "positive and finite" if positive else "finite"
         raise ValueError(f"{name} must be {kind}, got {value!r}: write for example {name}={example}.")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless ``value`` is True or False."""
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False, got {describe(value)}.")
 
 
 def check_margin(margin: Any) -> None:
@@ -97,7 +106,10 @@ def check_logits(logits: Any) -> None:
     if logits.dtype not in _FLOATS:
         raise TypeError(f"logits must be float32, float64, bfloat16 or float16, got {logits.dtype}: write .float().")
     if logits.layout != torch.strided or logits.is_nested:
-        raise TypeError(f"logits must be a dense tensor, got layout {logits.layout}: write logits.to_dense().")
+        kind = "a nested tensor: write logits.to_padded_tensor(float('-inf'))"
+        if not logits.is_nested:
+            kind = f"layout {logits.layout}: write logits.to_dense()"
+        raise TypeError(f"logits must be a dense tensor, got {kind}.")
     if logits.ndim == 0 or class_count(logits) == 0:
         raise ValueError(
             f"logits must have a class dimension of at least 1, (C,), (N, C) or (N, C, d1, …); "
@@ -120,6 +132,8 @@ def check_target(logits: Tensor, target: Any, ignore_index: int) -> bool:
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a tensor, got {type(target).__name__}: write torch.as_tensor(target).")
     check_ignore_index(ignore_index)
+    if target.layout != torch.strided:
+        raise TypeError(f"target must be a dense tensor, got layout {target.layout}: write target.to_dense().")
     if target.device != logits.device:
         raise ValueError(
             f"target is on {target.device} and logits on {logits.device}: write target.to({str(logits.device)!r})."
@@ -149,8 +163,10 @@ def check_target(logits: Tensor, target: Any, ignore_index: int) -> bool:
 
 def check_ignore_index(ignore_index: Any) -> None:
     """Raise unless ``ignore_index`` is an integer."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an integer, got {ignore_index!r}: write for example ignore_index=-100.")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or not -(2**63) <= ignore_index < 2**63:
+        raise TypeError(
+            f"ignore_index must be an integer, got {ignore_index!r}: write for example ignore_index=-100 (64 bits)."
+        )
 
 
 def check_weight_form(weight: Any) -> None:

@@ -36,6 +36,8 @@ def normalize_scores(x: Tensor, valid: Tensor, group: Any = None) -> Tensor:
         square = all_reduce(square, group)
     std = torch.sqrt(square / (count - 1.0).clamp(min=1.0) + NORMALIZE_EPS)
     apart = (x - mean.detach()) / std.detach()
+    # A row with two scores of +inf may come out NaN: its finite entries count, but none of its gradient flows back.
+    keep = keep & (torch.isposinf(x).sum(-1, keepdim=True) < 2)
     return torch.where(keep, (safe - mean) / std, torch.where(torch.isfinite(x), apart, x))
 
 
@@ -64,12 +66,12 @@ def gaps(x: Tensor, target: Tensor, sigma: Tensor | float, margin: float | None)
     x = torch.where(torch.isnan(x).any(-1, keepdim=True), x + torch.nan, x)
     own = x.gather(-1, target.unsqueeze(-1))
     gap = own - x
-    # Infinite gaps bypass the arithmetic: their gradient in sigma would be inf·0.
-    finite = torch.isfinite(gap)
+    # Infinite gaps bypass the arithmetic: their gradient in sigma would be inf·0. A NaN goes through: sigma's is NaN.
+    finite = ~torch.isinf(gap)
     m = torch.where(finite, gap, torch.zeros_like(gap))
     if margin is not None:
         # Not clamp, whose gradient at gap = r is 1: a competitor that has met the margin has none, on every path.
-        m = torch.where(m < margin, m, torch.full_like(m, margin))
+        m = torch.where(m >= margin, torch.full_like(m, margin), m)
     m = m / (sigma.unsqueeze(-1) if isinstance(sigma, Tensor) and sigma.ndim else sigma)
     m = torch.where(finite, m, gap)
     mine = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)

@@ -47,8 +47,8 @@ def _seed(text: str) -> int:
 
 STUDY_OPTIONS: dict[str, dict[str, Any]] = {
     "--out": {
-        "metavar": "DIR", "type": Path, "default": Path("results"),
-        "help": "folder for the record (JSON) and the figures (PNG, SVG), made if need be; default: results",
+        "metavar": "DIR", "type": Path, "default": Path("out"),
+        "help": "folder for the record (JSON) and the figures (PNG, SVG), made if need be; default: out",
     },
     "--seed": {"metavar": "N", "type": _seed, "default": 0, "help": "seed of everything random; default: 0"},
     "--json": {"action": "store_true", "help": "print the record instead of the table"},

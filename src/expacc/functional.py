@@ -86,6 +86,7 @@ def exact_loss(
     _checks.check_margin(margin)
     _checks.check_power(power)
     _checks.check_choice("noise", noise, _checks.NOISES)
+    _checks.check_flag("normalize", normalize)
     _checks.check_weight(weight, logits)
     _checks.check_choice("reduction", reduction, _checks.REDUCTIONS)
     _checks.check_smoothing(label_smoothing, margin)
@@ -247,6 +248,8 @@ def argmax_probabilities(
     _checks.check_choice("noise", noise, _checks.NOISES)
     _checks.check_nodes(nodes)
     _checks.check_choice("backend", backend, ("auto", "reference"))
+    if logits.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(logits.device.type):
+        logits = logits.float()
     note_path("reference")
     x, sigma = _rows(logits).double(), _widen(sigma)
     u = x / (sigma.unsqueeze(-1) if isinstance(sigma, Tensor) and sigma.ndim else sigma)
@@ -289,12 +292,16 @@ def _widen(sigma: Number) -> Number:
     if not isinstance(sigma, Tensor):
         return float(sigma)
     sigma = sigma.double()
-    return torch.where(sigma > 0, sigma, torch.nan)
+    return torch.where((sigma > 0) & torch.isfinite(sigma), sigma, torch.nan)
 
 
 def _as_scalar(value: Number) -> Tensor:
     """Return a number as the 0-dim float64 tensor that the kernel reads; a tensor as it is."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, Tensor):
+        return value
+    if torch.compiler.is_compiling():  # a sum, which Dynamo makes an input of the graph: tensor() compiles per value
+        return torch.zeros((), dtype=torch.float64) + value
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _check_range(target: Tensor, valid: Tensor, classes: int, ignore_index: int) -> None:
@@ -326,8 +333,9 @@ def _soft_loss(x, target, sigma, power, noise, nodes, weight, smoothing, soft, d
         scale = torch.ones_like(log_p[..., 0])  # the mean over probabilities divides by the number of samples
     else:
         scale = torch.ones_like(log_p[..., 0]) if weight is None else weight[target]
-        # Not one_hot: it looks at the values, which waits for a GPU and which vmap refuses.
-        target = (torch.arange(classes, device=target.device) == target.unsqueeze(-1)).to(log_p.dtype)
+        # Not one_hot: it looks at the values, which waits for a GPU and which vmap refuses. Not a comparison with
+        # arange: a target out of range would pass.
+        target = torch.zeros_like(log_p).scatter(-1, target.unsqueeze(-1), 1.0)
     t = (1.0 - smoothing) * target + smoothing / classes
     # 0·inf: a class of probability 0 contributes 0 whatever its score.
     log_p = torch.where((t == 0) & torch.isneginf(log_p), torch.zeros_like(log_p), log_p)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +63,23 @@ class ExactLoss(nn.Module):
     tensor(0.3197, grad_fn=<...>)
     """
 
-    sigma: Tensor
-    power: Tensor
+    if TYPE_CHECKING:  # read as tensors, written as numbers too; at run time they are buffers
+
+        @property
+        def sigma(self) -> Tensor:
+            """σ, 0-dim, float64."""
+            ...
+
+        @sigma.setter
+        def sigma(self, value: Tensor | float) -> None: ...
+        @property
+        def power(self) -> Tensor:
+            """q, 0-dim, float64."""
+            ...
+
+        @power.setter
+        def power(self, value: Tensor | float) -> None: ...
+
     weight: Tensor | None
 
     def __init__(
@@ -89,6 +104,7 @@ class ExactLoss(nn.Module):
         super().__init__()
         _checks.check_margin(margin)
         _checks.check_choice("noise", noise, _checks.NOISES)
+        _checks.check_flag("normalize", normalize)
         _checks.check_weight_form(weight)
         _checks.check_ignore_index(ignore_index)
         _checks.check_choice("reduction", reduction, _checks.REDUCTIONS)
@@ -164,7 +180,10 @@ class ExactLoss(nn.Module):
                     f"{name} is state that a schedule moves, not a parameter: to learn it, hand it over, "
                     "loss(logits, target, sigma) or exact_loss(logits, target, sigma, power=power)."
                 )
-            getattr(self, name).copy_(_checks.as_state(name, value, positive=name == "sigma"))
+            state = _checks.as_state(name, value, positive=name == "sigma")
+            here: Tensor = getattr(self, name)
+            # A number goes along with the call that fills; copying a tensor from the host would wait for a GPU.
+            here.copy_(state) if isinstance(value, Tensor) else here.fill_(value)
         else:
             super().__setattr__(name, value)
 

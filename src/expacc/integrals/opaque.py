@@ -10,9 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # The dispatcher's state outside any operator, as it is while this module is imported.
 _EAGER = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+
+
+def refuse_forward_mode() -> None:
+    """Raise where an operator would be traced with forward-mode AD active: its tangent would silently be 0.
+
+    Called by the operators' fake implementations, which is where a compiler meets them.
+    """
+    if forward_ad._current_level >= 0:  # as torch's own compiler reads it
+        raise RuntimeError(
+            "forward-mode AD (torch.func.jvp, jacfwd, dual numbers) of expacc's loss has no rule inside torch.compile: "
+            "take the derivative outside the compiled function, or leave the loss out of it (torch.compiler.disable)."
+        )
 
 
 def make_opaque(name: str, function: Callable[..., Tensor], *, keeps_classes: bool) -> Callable[..., Tensor]:
@@ -40,6 +53,7 @@ def make_opaque(name: str, function: Callable[..., Tensor], *, keeps_classes: bo
 
     @value.register_fake
     def _(x: Tensor, nodes: int, drop: float) -> Tensor:
+        refuse_forward_mode()
         return x.new_empty(x.shape if keeps_classes else x.shape[:-1])
 
     @vjp.register_fake

@@ -45,6 +45,10 @@ _EDGE_STEPS = 12
 _CPU_BLOCK, _GPU_BLOCK = 1 << 18, 1 << 23
 
 
+_FAR = 1e6  # gaps; beyond, a row's log P is that of a scaled row
+_CERTAIN = 1e3
+
+
 class Rule(NamedTuple):
     """How finely to integrate: the number of nodes and how far below the peak (in log) the support ends."""
 
@@ -148,18 +152,19 @@ def _win_slope(m: Tensor, log_p: Tensor, rule: Rule) -> Tensor:
         drop = rule.drop + math.log(m.shape[-1])
         slope = _support(torch.where(mine, math.inf, m - 0.5 * least), 2.0, drop)
         low, high = slope.low - 0.5 * least, slope.high - 0.5 * least
-        # Hopeless rows divide by ∫ φF over the same nodes instead of by P: at log P = -1e13 the rounding of the
-        # two logs (1e-3) is then common to both and cancels. The interval has to hold both supports for that;
-        # for confident rows they lie far apart, and there P is near 1 and does as the divisor.
+        # Hopeless rows divide by ∫ φF over the same nodes instead of by P: the rounding of log P, 1e-3 at -1e13, never
+        # enters. The interval has to hold both supports for that; for confident rows they lie far apart, and there P
+        # is near 1 and does as the divisor.
         win = _support(m, 1.0, rule.drop)
         low = torch.where(likely, low, torch.minimum(low, win.low))
         high = torch.where(likely, high, torch.maximum(high, win.high))
         z, step = _nodes(_Support(low, high), rule.nodes)
         blocks = _blocks(z, m.shape[-1])
     g = torch.cat([_height(part, m, 1.0) for part in blocks], -1)
-    divisor = torch.where(likely, log_p.unsqueeze(-1) - torch.log(step) + LOG_SQRT_TWO_PI,
-                          torch.logsumexp(g, -1, keepdim=True))  # fmt: skip
-    weights = torch.exp(g - divisor).split([part.shape[-1] for part in blocks], -1)
+    # Not exp(g - logsumexp g), which keeps the rounding of the log: 3e-5 at log P = -2e11.
+    divisor = log_p.unsqueeze(-1) - torch.log(step) + LOG_SQRT_TWO_PI
+    sure = torch.exp(torch.where(likely, g - divisor, torch.zeros_like(g)))
+    weights = torch.where(likely, sure, torch.softmax(g, -1)).split([part.shape[-1] for part in blocks], -1)
     total = torch.zeros_like(m)
     for part, weight in zip(blocks, weights, strict=True):
         # Not a matrix product: BLAS sums in an order that depends on where the memory lies, so the bits would vary.
@@ -216,6 +221,12 @@ def log_win_probability(m: Tensor, rule: Rule) -> Tensor:
     won = torch.isposinf(m).all(-1)
     # Rows decided beforehand are integrated with harmless gaps, so that no NaN reaches them through where's gradient.
     safe = torch.where((lost | won).unsqueeze(-1), torch.zeros_like(m), m)
+    # log P(m) → s²·log P(m/s) for hopeless rows: beyond a gap of -1e6 that is right to 1e-10, and the heights of
+    # neighbouring nodes, numbers of m²/4, would differ by less than their rounding. Winning gaps beyond it are certain.
+    scale = (-safe.detach().amin(-1, keepdim=True) / _FAR).clamp(min=1.0)
+    near = safe / scale
+    near = torch.where(near > 10.0 * _FAR, torch.inf, near)
+    near = torch.where(torch.isposinf(near).all(-1, keepdim=True), torch.full_like(near, _CERTAIN), near)
     door = _compiled_log_win if torch.compiler.is_compiling() else _LogWin.apply
-    log_p: Tensor = door(safe, rule.nodes, rule.drop)
+    log_p: Tensor = door(near, rule.nodes, rule.drop) * scale.squeeze(-1).square()
     return torch.where(lost, -math.inf, torch.where(won, 0.0, log_p))

@@ -48,14 +48,28 @@ _OTHER = (Variant("baseline", None),)
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of a C compiler: $CC if it is there, one on the path, the ziglang wheel's; None: none."""
+    """Return the command of a C compiler that works: $CC, one on the path, the ziglang wheel's; None: none."""
     named = shlex.split(os.environ.get("CC", ""))
-    if named and shutil.which(named[0]):
+    if named and shutil.which(named[0]) and _works(named):
         return named
     for name in ("cc", "gcc", "clang"):
-        if found := shutil.which(name):
+        if (found := shutil.which(name)) and _works([found]):
             return [found]
     return [sys.executable, "-m", "ziglang", "cc"] if importlib.util.find_spec("ziglang") else None
+
+
+def _works(command: list[str]) -> bool:
+    """Say whether a compiler makes an object of a file with the headers that the kernel includes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "probe.c"
+        source.write_text(
+            "#include <math.h>\n#include <stdlib.h>\n#include <string.h>\nint probe(void) { return 0; }\n"
+        )
+        try:
+            _compile(command, source, source.with_suffix(".o"), [])
+        except BuildError:
+            return False
+    return True
 
 
 def build(target: Path, compiler: list[str] | None = None) -> list[str]:
@@ -66,6 +80,8 @@ def build(target: Path, compiler: list[str] | None = None) -> list[str]:
     Raises:
         BuildError: there is no compiler, or it fails.
     """
+    if target.parent.is_dir() and not os.access(target.parent, os.W_OK):
+        raise BuildError(f"the folder {target.parent} cannot be written")
     compiler = compiler or find_compiler()
     if compiler is None:
         raise BuildError("there is no C compiler: $CC, cc, gcc, clang or the ziglang wheel")

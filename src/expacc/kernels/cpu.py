@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
+from expacc.integrals.opaque import refuse_forward_mode
 from expacc.kernels.build import LIBRARY
 
 _VARIANTS = ("baseline", "avx2", "avx512")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _NOISES = {"gaussian": 0, "gumbel": 1}
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_INTERFACE = 1  # EXPACC_INTERFACE of native/request.h
 _REQUEST = struct.Struct("@28qd")  # expacc_request of native/request.h
 _COMPLETION = struct.Struct("@18q")  # expacc_completion
 
@@ -54,6 +56,8 @@ def _load(wanted: str | None) -> _Native | _Failure:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return _Failure(f"it cannot be loaded: {error}")
+    if not hasattr(library, "expacc_interface") or library.expacc_interface() != _INTERFACE:
+        return _Failure("it was built from other sources; with a C compiler: python -m expacc.kernels.build")
     library.expacc_variants.restype = ctypes.c_int64
     present = [name for bit, name in enumerate(_VARIANTS) if library.expacc_variants() >> bit & 1]
     name = wanted or present[-1]
@@ -268,7 +272,10 @@ class _Loss(torch.autograd.Function):
     ) -> Tensor:
         wanted = ctx.needs_input_grad
         outcome = _evaluate(logits, target, sigma, power, weight, options, wanted[0], wanted[2])
-        ctx.save_for_backward(logits, target, sigma, power, weight)
+        # A 0-dim σ and q are kept as numbers: a schedule may move the loss's own before backward.
+        moves = sigma.ndim == 0 and not wanted[2]
+        ctx.numbers = sigma.item() if moves else None, power.item()
+        ctx.save_for_backward(logits, target, weight, None if moves else sigma)
         ctx.outcome, ctx.options = outcome[1:], options
         return outcome[0]
 
@@ -279,13 +286,12 @@ class _Loss(torch.autograd.Function):
         outcome, ctx.outcome = ctx.outcome, None
         if outcome is None:
             wanted = ctx.needs_input_grad
-            logits, target, sigma, power, weight = ctx.saved_tensors
-            outcome = _evaluate(logits, target, sigma, power, weight, ctx.options, wanted[0], wanted[2])[1:]
+            outcome = _evaluate(*_inputs(ctx), ctx.options, wanted[0], wanted[2])[1:]
         grad, sigma_grad, couple = outcome
         options: _Options = ctx.options
         if sigma_grad is not None:
             sigma_grad = sigma_grad * upstream
-            sigma = ctx.saved_tensors[2]
+            sigma = ctx.saved_tensors[3]
             sigma_grad = (sigma_grad if sigma.ndim else sigma_grad.sum()).to(sigma.dtype)
         if grad is not None:
             if options.reduction == "none":
@@ -301,6 +307,13 @@ class _Loss(torch.autograd.Function):
         return grad, None, sigma_grad, None, None, None
 
 
+def _inputs(ctx: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return logits, target, sigma, power and weight as they were in forward."""
+    logits, target, weight, sigma = ctx.saved_tensors
+    number, power = (None if value is None else torch.tensor(value, dtype=torch.float64) for value in ctx.numbers)
+    return logits, target, number if sigma is None else sigma, power, weight  # pyright: ignore[reportReturnType]
+
+
 def _is_batched(tensor: Tensor) -> bool:
     """Say whether a tensor is vmap's: autograd.grad(is_grads_batched=True) and vectorised Jacobians send such ones."""
     return is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor)
@@ -310,7 +323,7 @@ def _differentiable_backward(ctx: Any, upstream: Tensor) -> Any:
     """Return the gradients with a graph of their own, from the reference."""
     from expacc.functional import exact_loss  # which imports this module
 
-    logits, target, sigma, power, weight = ctx.saved_tensors
+    logits, target, sigma, power, weight = _inputs(ctx)
     margin, noise, normalize, ignore_index, reduction = ctx.options
     wanted = ctx.needs_input_grad
     again = torch.is_grad_enabled()  # not so where a batch of upstream gradients brought us here
@@ -368,6 +381,7 @@ def _loss_op(
 
 @_loss_op.register_fake
 def _(logits, target, sigma, power, weight, margin, noise, normalize, ignore_index, reduction, want_grad, want_sigma):
+    refuse_forward_mode()
     vector = reduction == "none"
     loss = logits.new_empty(target.shape if vector else ())
     grad = torch.empty(logits.shape if want_grad else (0,), dtype=torch.float32, device=logits.device)

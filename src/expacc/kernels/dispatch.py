@@ -67,10 +67,13 @@ def under_transform() -> bool:
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-@torch.compiler.assume_constant_result
 def _missing() -> str:
     """Return why there is no native kernel; "" where there is one. Looking for its file would break a graph."""
     return cpu.unavailable_reason()
+
+
+# What torch.compiler.assume_constant_result does; calling it would import the compiler, a second at every start.
+_missing._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def needs_operator(*tensors: Tensor | None) -> bool:

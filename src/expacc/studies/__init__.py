@@ -25,10 +25,11 @@ def require_extra(command: str, extra: str, *modules: str) -> None:
     >>> require_extra("expacc study toy", "studies", "json", "no_such_module")
     Traceback (most recent call last):
     expacc.studies.CommandError: expacc study toy needs no_such_module, part of the extra 'studies': \
-pip install 'expacc[studies]'
+in a checkout, pip install '.[studies]' -c constraints.txt
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(
-            f"{command} needs {', '.join(missing)}, part of the extra '{extra}': pip install 'expacc[{extra}]'"
+            f"{command} needs {', '.join(missing)}, part of the extra '{extra}': "
+            f"in a checkout, pip install '.[{extra}]' -c constraints.txt"
         )

@@ -272,6 +272,28 @@ typedef struct {
     void *kernel;
 } workspace;
 
+/* A row of -inf alone counts as equal scores, and below a negative margin those are as far behind as anybody: the kernel
+ * is asked again, about zeros. Its gradient stays 0. */
+static void level_rows(const job *j, const expacc_rows *rows, const workspace *w) {
+    const int64_t classes = rows->classes;
+    float *zeros = NULL;
+    for (int64_t r = 0; r < rows->rows; r++) {
+        const float *x = rows->x + r * rows->stride;
+        int64_t k = 0;
+        while (k < classes && x[k] == -INFINITY) k++;
+        if (k < classes || w->target[r] < 0) continue;
+        if (!zeros) zeros = calloc((size_t)classes, sizeof(float));
+        if (!zeros) { w->log_p[r] = NAN; continue; }
+        expacc_rows one = *rows;
+        one.x = zeros, one.stride = classes, one.rows = 1, one.grad = NULL, one.dot_live = NULL;
+        one.target = w->target + r, one.scale = w->scale + r, one.cap = w->cap + r, one.factor = w->factor + r;
+        one.log_p = w->log_p + r;
+        if (one.dot) one.dot = w->dot + r;
+        j->kernel(&one, w->kernel);
+    }
+    free(zeros);
+}
+
 static void one_chunk(const job *j, int64_t c, const workspace *w) {
     const expacc_request *in = j->in;
     const int64_t first = c * j->chunk, classes = in->classes;
@@ -302,7 +324,10 @@ static void one_chunk(const job *j, int64_t c, const workspace *w) {
         w->cap[r] = sound && in->margin < INFINITY ? in->margin / sigma : INFINITY;
         w->loss[r] = counts && !sound ? NAN : 0.0;
     }
-    if (classes > 1) j->kernel(&rows, w->kernel);
+    if (classes > 1) {
+        j->kernel(&rows, w->kernel);
+        if (in->margin < 0) level_rows(j, &rows, w);
+    }
     else { /* nobody to lose to */
         for (int64_t r = 0; r < count; r++) {
             float v = rows.x[r * rows.stride];
@@ -418,7 +443,8 @@ static void finish_worker(void *data) {
                 const float u = (float)up;
                 if (in->g_class == 1) for (int64_t k = 0; k < in->classes; k++) g[k] *= u;
                 else for (int64_t k = 0; k < in->classes; k++) g[k * in->g_class] *= u;
-            } else if (in->dtype == FLOAT32 && in->x_class == 1 && in->g_class == 1) {
+            } else if (in->dtype == FLOAT32 && in->x_class == 1 && in->g_class == 1 && fabs(slope) > 1e-30) {
+                /* (a smaller slope, of logits beyond 1e15, would underflow in float) */
                 const float *x = (const float *)in->x + at;
                 /* The mean in two parts: x - high is exact where it is small. */
                 const float high = (float)mean, low = (float)(mean - high), rate = (float)slope, u = (float)up;

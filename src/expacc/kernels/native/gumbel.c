@@ -14,6 +14,8 @@
 
 #define BLOCK (32 * EXPACC_LANES) /* summed in float; blocks in double */
 
+#define FAR 3.4028235e38f /* FLT_MAX: a difference of finite scores may overflow, and inf - inf follow */
+
 static void one_row(const expacc_rows *in, ptrdiff_t r) {
     const ptrdiff_t n = in->classes;
     const float *x = in->x + r * in->stride;
@@ -66,7 +68,7 @@ static void one_row(const expacc_rows *in, ptrdiff_t r) {
     const float scale = (float)in->scale[r], cap = (float)in->cap[r];
     const int capped = cap < INFINITY;
     const float floor = -cap;
-    float shift = (most - own) * scale; /* the target's own t is 0, so most >= own and shift >= 0 */
+    float shift = (most - own) * scale < FAR ? (most - own) * scale : FAR; /* the target's own t is 0, so most >= own and shift >= 0 */
     if (capped && floor > shift) shift = floor;
     /* exp(t - shift), with the target's own replaced by 0: summed, kept. */
     double sum = 0, wide = 0, live = 0;
@@ -75,7 +77,7 @@ static void one_row(const expacc_rows *in, ptrdiff_t r) {
     const float infinity = INFINITY;
     for (i = 0; i < n; i += EXPACC_LANES) {
         vf v = vf_load_some(x + i, n - i, -infinity);
-        vf t = (v - own) * scale;
+        vf t = vf_min((v - own) * scale, vf_set(FAR));
         if (capped) t = vf_select(vf_lt(vf_set(-infinity), t), vf_max(t, vf_set(floor)), t);
         vf arg = t - shift;
         vf e = vf_where(vf_lt(vf_set(-87.0f), arg), vf_exp(arg));
@@ -106,7 +108,7 @@ static void one_row(const expacc_rows *in, ptrdiff_t r) {
         sum = 0, part = (vf){0};
         for (i = 0; i < n; i += EXPACC_LANES) {
             vf v = vf_load_some(x + i, n - i, -infinity);
-            vf t = (v - own) * scale;
+            vf t = vf_min((v - own) * scale, vf_set(FAR));
             if (capped) t = vf_select(vf_lt(vf_set(-infinity), t), vf_max(t, vf_set(floor)), t);
             vf arg = t - shift, e = vf_where(vf_lt(vf_set(-87.0f), arg), vf_exp(arg));
             if (y - i >= 0 && y - i < EXPACC_LANES) e[y - i] = 0;

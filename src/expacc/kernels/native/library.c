@@ -57,6 +57,9 @@ EXPORT int64_t expacc_variants(void) {
     return found;
 }
 
+/* Return which requests the library understands: cpu.py asks before it sends one. */
+EXPORT int64_t expacc_interface(void) { return EXPACC_INTERFACE; }
+
 EXPORT int64_t expacc_loss(int64_t variant, const expacc_request *in) {
     switch (variant) {
 #ifdef EXPACC_HAVE_AVX512

@@ -7,6 +7,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* One more whenever a request or the meaning of a field changes; _INTERFACE in cpu.py. */
+#define EXPACC_INTERFACE 1
+
 enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 enum { GAUSSIAN, GUMBEL };
 enum { NONE, MEAN, SUM };
