@@ -326,7 +326,7 @@ def test_an_infinite_sigma_cannot_be_meant(backend: str) -> None:
 def test_differences_beyond_float_are_a_loss(backend: str) -> None:
     x = torch.tensor([[3e38, -3e38, 0.0, 0.0]])
     value, grad = value_and_grad(
-        lambda x: run(backend, x, torch.tensor([1]), noise="gumbel", power=0.0, normalize=False), x
+        lambda x: run(backend, x, torch.tensor([1]), noise="gumbel", power=0.0, normalize=False, backend=backend), x
     )
     assert value.item() > 3e38
     assert grad.tolist() == [[0.5, -0.5, 0.0, 0.0]]  # times value_and_grad's upstream gradient

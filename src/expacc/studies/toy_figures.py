@@ -135,5 +135,6 @@ def _draw_expected(axes: "Axes", example: Example, ends: tuple[float, float], si
     for (x, y), color in zip(tops, SIGMA_TINTS, strict=True):
         axes.plot(x, y, "o", color=color, markersize=8, markeredgecolor="white", zorder=5)
     for x in example.points:
-        axes.axvline(x, color=COLORS["faint"], linewidth=0.8, alpha=0.5, zorder=0)
+        label = "a point" if x == example.points[0] else None
+        axes.axvline(x, color=COLORS["faint"], linewidth=0.8, alpha=0.5, zorder=0, label=label)
     axes.set_ylabel("expected accuracy")
