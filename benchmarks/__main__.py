@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             require_extra(f"benchmarks {name}", "test", *NEEDS[name])
         except CommandError as error:
+            if {"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments):
+                parser.parse_args(arguments)  # the help without the options of its own
             print(error, file=sys.stderr)
             return 2
         importlib.import_module(f"benchmarks.{name}").add_arguments(commands.choices[name])

@@ -102,9 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Bring every page in step with the records."""
     status = 0
-    for path in pages():
-        old = path.read_text(encoding="utf-8")
-        new = render(old)
+    before = {path: path.read_text(encoding="utf-8") for path in pages()}
+    after = {path: render(old) for path, old in before.items()}  # all of them, before the first is written
+    for path, old in before.items():
+        new = after[path]
         if new != old:
             name = path.relative_to(CHECKOUT)
             print(f"{name}: {'out of step' if args.check else 'rewritten'}", file=sys.stderr)
