@@ -7,6 +7,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from expacc.attach import Attachment, attach
+    from expacc.baselines import (
+        BetaBernoulliLoss,
+        GeneralizedCrossEntropyLoss,
+        HingeLoss,
+        Poly1CrossEntropyLoss,
+        PolynomialLoss,
+        SigmoidLoss,
+    )
     from expacc.functional import (
         argmax_probabilities,
         exact_loss,
@@ -15,22 +24,60 @@ if TYPE_CHECKING:
         log_expected_accuracy,
     )
     from expacc.losses import ExactLoss
+    from expacc.normalizer import GradientNormalizer
+    from expacc.schedules import (
+        ConstantPower,
+        ConstantSigma,
+        CosinePower,
+        CosineSigma,
+        ExponentialPower,
+        ExponentialSigma,
+        LinearPower,
+        LinearSigma,
+    )
 
 __all__ = [
+    "Attachment",
+    "BetaBernoulliLoss",
+    "ConstantPower",
+    "ConstantSigma",
+    "CosinePower",
+    "CosineSigma",
     "ExactLoss",
+    "ExponentialPower",
+    "ExponentialSigma",
+    "GeneralizedCrossEntropyLoss",
+    "GradientNormalizer",
+    "HingeLoss",
+    "LinearPower",
+    "LinearSigma",
+    "Poly1CrossEntropyLoss",
+    "PolynomialLoss",
+    "SigmoidLoss",
     "argmax_probabilities",
+    "attach",
     "exact_loss",
     "expected_accuracy",
     "expected_error",
     "log_expected_accuracy",
 ]
 
+_HOMES = {"ExactLoss": "losses", "GradientNormalizer": "normalizer", "Attachment": "attach", "attach": "attach"}
+
+
+def _home(name: str) -> str:
+    """Return the module of a public name."""
+    if name in _HOMES:
+        return _HOMES[name]
+    if name.endswith(("Sigma", "Power")):
+        return "schedules"
+    return "baselines" if name.endswith("Loss") else "functional"
+
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'expacc' has no attribute {name!r}; it has {', '.join(__all__)}")
-    home = "expacc.losses" if name.endswith("Loss") else "expacc.functional"
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    value = globals()[name] = getattr(importlib.import_module(f"expacc.{_home(name)}"), name)
     return value
 
 

@@ -242,3 +242,71 @@ def as_state(name: str, value: Any, *, positive: bool = False) -> Tensor:
         return value.detach().to(torch.float64, copy=True)
     check_number(name, value, "1.0" if positive else "0.3", positive=positive)
     return torch.tensor(value, dtype=torch.float64)
+
+
+def check_steps(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}: write for example {name}=len(loader) * epochs.")
+    if value <= 0:
+        raise ValueError(f"{name} must be positive, got {value}: write for example {name}=len(loader) * epochs.")
+
+
+def check_scheduled(loss: Any, attribute: str) -> None:
+    """Raise unless the loss has the number that a schedule is to move."""
+    if not hasattr(loss, attribute):
+        raise TypeError(
+            f"loss must have {attribute}, which the schedule moves; {type(loss).__name__} has none: "
+            "write for example loss=ExactLoss()."
+        )
+
+
+def check_ends(name: str, ends: Any) -> None:
+    """Raise unless ``ends`` is None or a pair."""
+    if ends is not None and not (isinstance(ends, tuple | list) and len(ends) == 2):
+        raise TypeError(f"{name} must be a pair (first, last) or None, got {ends!r}: write for example {name}=(10, 1).")
+
+
+def check_fraction(name: str, value: Any, example: str) -> None:
+    """Raise unless ``value`` lies in [0, 1)."""
+    check_number(name, value, example)
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} must lie in [0, 1), got {value!r}: write for example {name}={example}.")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless ``optimizer`` is one whose steps use gradients that are there before."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        hint = ""
+        if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+            hint = " The optimizer comes first, the scheduler after it: write scheduler.optimizer."
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.{hint}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "optimizer must not be LBFGS: it asks for gradients within its step, after the hooks have run. "
+            "Write SGD or Adam; for a linear model see ExactClassifier."
+        )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ValueError("optimizer has no parameters: make it with model.parameters() first.")
+
+
+_CLIPS = ("max_grad_norm", "clip_grad_norm", "max_norm", "gradient_clip_val", "clip_value")
+
+
+def check_unclipped(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where the optimizer clips gradients itself."""
+    for group in optimizer.param_groups:
+        for name in _CLIPS:
+            if isinstance(value := group.get(name), int | float) and value > 0:
+                raise ValueError(
+                    f"{type(optimizer).__name__} clips gradients ({name}={value:g}), and a normalised gradient has "
+                    f"norm about 1: write {name}=0, or normalize_gradient=False."
+                )
+
+
+def check_keys(what: str, given: Any, wanted: Any) -> None:
+    """Raise unless a state has exactly the keys that this class saves."""
+    if set(given) != set(wanted):
+        raise KeyError(
+            f"the state of {what} has {', '.join(map(repr, given))}; it needs {', '.join(map(repr, wanted))}."
+        )

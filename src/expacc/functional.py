@@ -117,7 +117,7 @@ def exact_loss(
     valid = torch.ones_like(x[..., 0], dtype=torch.bool)
     if not soft:
         valid = target != ignore_index
-        _check_range(target, valid, x.shape[-1], ignore_index)
+        check_range(target, valid, x.shape[-1], ignore_index)
         target = torch.where(valid, target, 0)
         # What an ignored row holds must not touch a gradient, not even as 0·NaN.
         x = torch.where(valid.unsqueeze(-1), x, torch.zeros_like(x))
@@ -304,7 +304,7 @@ def _as_scalar(value: Number) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def _check_range(target: Tensor, valid: Tensor, classes: int, ignore_index: int) -> None:
+def check_range(target: Tensor, valid: Tensor, classes: int, ignore_index: int) -> None:
     """Raise for the first target out of range. On a GPU the gather does: looking would wait for the device."""
     if target.device.type != "cpu" or torch.compiler.is_compiling() or under_transform():
         return

@@ -1,0 +1,154 @@
+"""Readers of the image sets' official layouts: MNIST's idx, CIFAR's binary batches, SVHN's .mat. NumPy arrays out."""
+
+import gzip
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from expacc.datasets.files import DataError, digest, read_checked, refuse
+
+Part = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """One image set.
+
+    Args:
+        name: as in `IMAGES`.
+        train_images, test_images: uint8, (N, channels, height, width).
+        train_labels, test_labels: int64, (N,), from 0.
+        classes: number of classes.
+    """
+
+    name: str
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    classes: int
+
+
+MNIST = {
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+}
+CIFAR_10 = {
+    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+}
+CIFAR_100 = {
+    "train.bin": "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29",
+    "test.bin": "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a",
+}
+# Of the pixels, (N, 32, 32, 3) in row-major order: a .mat file's bytes depend on the program that wrote it.
+SVHN = {
+    "train": "a24062f843a6a12618ee9b23e91a9bfe13726bba939c0b549914638ba9ab7010",
+    "test": "d9450824511009532ca0f47ac5621a3ceb71bfc7169dca110eeeed7e52f772bd",
+}
+
+
+def parse_idx(data: bytes) -> np.ndarray:
+    """Return the array of an idx file of bytes: two zeros, the type 8, the number of dimensions, their sizes.
+
+    Raises:
+        DataError: it is not one.
+    """
+    if len(data) < 4 or data[:3] != b"\0\0\x08":
+        raise DataError("this is not an idx file of unsigned bytes")
+    shape = struct.unpack(f">{data[3]}I", data[4 : 4 + 4 * data[3]])
+    values = np.frombuffer(data, np.uint8, offset=4 + 4 * data[3])
+    if values.size != np.prod(shape):
+        raise DataError(f"this idx file promises {' × '.join(map(str, shape))} bytes and holds {values.size}")
+    return values.reshape(shape)
+
+
+def parse_cifar(data: bytes, label_bytes: int) -> Part:
+    """Return images and labels of a CIFAR batch: per image its labels (the last one counts), then 3 × 32 × 32 bytes."""
+    rows = np.frombuffer(data, np.uint8).reshape(-1, label_bytes + 3072)
+    return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1].astype(np.int64)
+
+
+def _mnist(folder: Path) -> tuple[Part, Part]:
+    read = {}
+    for name, sha256 in MNIST.items():
+        packed = folder / f"{name}.gz"
+        if packed.exists() and not (folder / name).exists():  # as the site hands it out
+            data = gzip.decompress(packed.read_bytes())
+            if digest(data) != sha256:
+                refuse(packed, "what it unpacks to is not the official file")
+        else:
+            data = read_checked(folder / name, sha256)
+        read[name] = parse_idx(data)
+    images = {part: read[f"{part}-images-idx3-ubyte"][:, None] for part in ("train", "t10k")}
+    labels = {part: read[f"{part}-labels-idx1-ubyte"].astype(np.int64) for part in ("train", "t10k")}
+    return (images["train"], labels["train"]), (images["t10k"], labels["t10k"])
+
+
+def _cifar_10(folder: Path) -> tuple[Part, Part]:
+    parts = [parse_cifar(read_checked(folder / name, sha256), 1) for name, sha256 in CIFAR_10.items()]
+    images, labels = (np.concatenate([part[k] for part in parts[:-1]]) for k in (0, 1))
+    return (images, labels), parts[-1]
+
+
+def _cifar_100(folder: Path) -> tuple[Part, Part]:
+    train, test = (parse_cifar(read_checked(folder / name, sha256), 2) for name, sha256 in CIFAR_100.items())
+    return train, test
+
+
+def _svhn(folder: Path) -> tuple[Part, Part]:
+    from scipy.io import loadmat  # the only reader that needs SciPy
+
+    parts = []
+    for part, sha256 in SVHN.items():
+        path = folder / f"{part}_32x32.mat"
+        if not path.exists():
+            raise DataError(f"{path.name} is not in {folder}: the official file of that name is needed there.")
+        try:
+            held = loadmat(path, variable_names=["X", "y"])
+            images = np.ascontiguousarray(held["X"].transpose(3, 0, 1, 2))
+        except (ValueError, KeyError, NotImplementedError, OSError) as error:
+            refuse(path, f"it cannot be read ({error})")
+            raise AssertionError from error  # refuse raises
+        if digest(images.tobytes()) != sha256:
+            refuse(path, "its pixels are not the official ones")
+        labels = held["y"].ravel().astype(np.int64) % 10  # the digit 0 is label 10
+        parts.append((np.ascontiguousarray(images.transpose(0, 3, 1, 2)), labels))
+    return parts[0], parts[1]
+
+
+# name → reader, folder of the official archive below the one given, number of classes
+IMAGES: dict[str, tuple[Callable[[Path], tuple[Part, Part]], str, int]] = {
+    "mnist": (_mnist, ".", 10),
+    "svhn": (_svhn, ".", 10),
+    "cifar-10": (_cifar_10, "cifar-10-batches-bin", 10),
+    "cifar-100": (_cifar_100, "cifar-100-binary", 100),
+}
+
+
+def load_images(name: str, folder: str | Path) -> ImageSet:
+    """Read an image set from a folder that holds its official files, unpacked.
+
+    Args:
+        name: "mnist", "svhn", "cifar-10" or "cifar-100".
+        folder: where the files are, or the folder of the archive (cifar-10-batches-bin, cifar-100-binary).
+
+    Raises:
+        DataError: a file is missing, or is not the official one: it is then renamed to NAME.refused.
+        ValueError: there is no such set.
+    """
+    if name not in IMAGES:
+        raise ValueError(f"name must be one of {', '.join(map(repr, IMAGES))}, got {name!r}.")
+    reader, below, classes = IMAGES[name]
+    home = Path(folder)
+    train, test = reader(home / below if (home / below).is_dir() else home)
+    return ImageSet(name, *train, *test, classes)
