@@ -3,6 +3,7 @@
 import hashlib
 import lzma
 from pathlib import Path
+from typing import NoReturn
 
 BUNDLED = Path(__file__).with_name("uci")
 
@@ -52,7 +53,7 @@ def read_checked(path: Path, sha256: str) -> bytes:
     return data
 
 
-def refuse(path: Path, why: str) -> None:
+def refuse(path: Path, why: str) -> NoReturn:
     """Set a file aside, so that nothing takes it for the official one again, and raise.
 
     Raises:

@@ -116,9 +116,8 @@ def _svhn(folder: Path) -> tuple[Part, Part]:
         try:
             held = loadmat(path, variable_names=["X", "y"])
             images = np.ascontiguousarray(held["X"].transpose(3, 0, 1, 2))
-        except (ValueError, KeyError, NotImplementedError, OSError) as error:
+        except Exception as error:  # loadmat has an error of its own for every kind of damage
             refuse(path, f"it cannot be read ({error})")
-            raise AssertionError from error  # refuse raises
         if digest(images.tobytes()) != sha256:
             refuse(path, "its pixels are not the official ones")
         labels = held["y"].ravel().astype(np.int64) % 10  # the digit 0 is label 10
