@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from pytorch_optimizer import SAM
 from torch import nn
 
 from expacc import ExactLoss, ExponentialSigma, GradientNormalizer, LinearPower, attach
@@ -80,6 +81,63 @@ def test_goes_on_bit_for_bit_in_a_new_process(name, stop, tmp_path):
             x, y = batch(step)
             loss(model(x), y).backward()
             optimizer.step()
+        ends.append((bits(model), float(loss.sigma), attachment.state_dict()))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1:] == ends[1][1:]
+
+
+def _sharpness_aware(model: nn.Module) -> SAM:
+    return SAM(model.parameters(), torch.optim.SGD, rho=0.5, adaptive=True, lr=0.1, momentum=0.9)
+
+
+def _climb(model: nn.Module, loss: ExactLoss, optimizer: SAM, step: int) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        x, y = batch(step)
+        value = loss(model(x), y)
+        value.backward()
+        return value
+
+    closure()
+    optimizer.step(closure)
+
+
+def test_asam_advances_once_per_real_step():
+    """Two gradients, one step: σ moves once, and the mean takes the norm of the second gradient only."""
+    model, loss = network(), ExactLoss(power=1, margin=0.5)
+    optimizer = _sharpness_aware(model)
+    attachment = attach(optimizer, loss, total_steps=10)
+    norms = []
+    optimizer.base_optimizer.register_step_pre_hook(
+        lambda o, *_: norms.append(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])))
+    )
+    attached_first = attachment.normalizer
+    assert attached_first is not None
+    for step in range(4):
+        _climb(model, loss, optimizer, step)
+    assert attachment.schedules["sigma"].last_epoch == 4
+    assert len(norms) == 4
+    assert float(norms[0]) == pytest.approx(1.0, rel=1e-6)  # this hook runs after the normaliser's
+
+
+@pytest.mark.parametrize("stop", [1, 6])
+def test_asam_goes_on_bit_for_bit(stop, tmp_path):
+    ends = []
+    for stops in (False, True):
+        model, loss = network(), ExactLoss(power=1, margin=0.5)
+        optimizer = _sharpness_aware(model)
+        attachment = attach(optimizer, loss, total_steps=12)
+        for step in range(12):
+            if stops and step == stop:
+                parts = (model, loss, optimizer, attachment)
+                torch.save([part.state_dict() for part in parts], tmp_path / "checkpoint.pt")
+                states = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+                model, loss = network(seed=2), ExactLoss(margin=0.5)
+                optimizer = _sharpness_aware(model)
+                attachment = attach(optimizer, loss, total_steps=12)
+                for part, state in zip((model, loss, optimizer, attachment), states, strict=True):
+                    part.load_state_dict(state)
+            _climb(model, loss, optimizer, step)
         ends.append((bits(model), float(loss.sigma), attachment.state_dict()))
     assert torch.equal(ends[0][0], ends[1][0])
     assert ends[0][1:] == ends[1][1:]

@@ -3,6 +3,7 @@
 The public names, imported when first used: the command line answers `--help` without waiting for torch.
 """
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,8 @@ def _home(name: str) -> str:
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'expacc' has no attribute {name!r}; it has {', '.join(__all__)}")
+        nearest = difflib.get_close_matches(name, __all__, 3, 0.4) or __all__
+        raise AttributeError(f"module 'expacc' has no attribute {name!r}; near to it: {', '.join(nearest)}")
     value = globals()[name] = getattr(importlib.import_module(f"expacc.{_home(name)}"), name)
     return value
 
