@@ -135,6 +135,34 @@ def test_a_step_that_the_scaler_skips_leaves_no_trace(name):
     assert torch.isfinite(w).all()
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("keyword", [True, False])
+def test_a_closures_gradients_are_normalised_when_it_has_run(name, keyword):
+    """As Lightning steps: the gradient comes into being within ``optimizer.step``."""
+    ends = []
+    for closed in (False, True):
+        (w,) = weights(3)
+        optimizer = OPTIMIZERS[name]([w])
+        normalizer = GradientNormalizer(optimizer)
+        for k in range(4):
+
+            def closure(w=w, k=k):
+                w.grad = None
+                value = ((w - 5.0 * k) ** 2).sum()
+                value.backward()
+                return value
+
+            if not closed:
+                closure()
+                optimizer.step()
+            else:
+                value = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+                assert value is not None
+        ends.append((w.detach(), normalizer.mean))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
 def test_accumulated_gradients_are_one():
     """Two backward passes before a step: the norm of their sum, one step of the mean."""
     (w,) = weights(2)

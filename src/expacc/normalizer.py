@@ -88,8 +88,24 @@ class GradientNormalizer:
         _checks.check_keys(type(self).__name__, state_dict, self.state_dict())
         self._mean, self.smoothing, self.floor = (state_dict[key] for key in ("mean", "smoothing", "floor"))
 
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Normalise what is there; with a closure, as Lightning's, what will be there when it has run."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._normalize(optimizer)
+            return None
+
+        def wrapped() -> Any:
+            value = closure()
+            self._normalize(optimizer)
+            return value
+
+        if len(args) > 1:
+            return (args[0], wrapped, *args[2:]), kwargs
+        return args, kwargs | {"closure": wrapped}
+
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _normalize(self, optimizer: Optimizer) -> None:
         grads = _collect(optimizer)
         if not grads:
             return

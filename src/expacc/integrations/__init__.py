@@ -1,0 +1,1 @@
+"""Adapters to trainers, one module each, imported when asked for: each needs an extra of its own."""

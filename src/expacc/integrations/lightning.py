@@ -1,0 +1,92 @@
+"""A PyTorch Lightning callback: `attach` for whatever optimizer the module configures, in Lightning's checkpoints."""
+
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+from torch import nn
+
+from expacc.attach import Attachment, Kind, attach
+from expacc.losses import ExactLoss
+
+
+class AttachExact(pl.Callback):
+    """Attach the variance schedule and the gradient normaliser when training starts.
+
+    The loss is the one `ExactLoss` among the module's submodules. Lightning knows how many optimizer steps there will
+    be. The state goes into Lightning's checkpoints and comes back from them.
+
+    Args:
+        sigma, power, schedule, normalize_gradient, recipe: as in `expacc.attach`.
+
+    Raises:
+        ValueError: at the start of training: no loss or several, several optimizers, no end of training, or gradient
+            clipping beside the normaliser.
+    """
+
+    def __init__(
+        self,
+        *,
+        sigma: tuple[float, float] | None = (10.0, 1.0),
+        power: tuple[float, float] | None = None,
+        schedule: Kind = "exponential",
+        normalize_gradient: bool = True,
+        recipe: Literal["paper"] | None = None,
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "sigma": sigma, "power": power, "schedule": schedule, "normalize_gradient": normalize_gradient,
+            "recipe": recipe,
+        }  # fmt: skip
+        self.attachment: Attachment | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Attach; go on from a checkpoint where there is one."""
+        if trainer.gradient_clip_val and (self._options["normalize_gradient"] or self._options["recipe"]):
+            raise ValueError(
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips what AttachExact normalises: "
+                "leave it out, or write AttachExact(normalize_gradient=False)."
+            )
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"AttachExact needs one optimizer, configure_optimizers returned {len(trainer.optimizers)}: "
+                "attach by hand, expacc.attach(optimizer, loss, total_steps)."
+            )
+        steps = trainer.estimated_stepping_batches
+        if not 0 < steps < float("inf"):
+            raise ValueError("AttachExact must know when training ends: write Trainer(max_epochs=…) or max_steps=….")
+        self.attachment = attach(trainer.optimizers[0], find_loss(pl_module), int(steps), **self._options)
+        if self._loaded is not None:
+            self.attachment.load_state_dict(self._loaded)
+            self._loaded = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the hooks off: another fit attaches anew."""
+        if self.attachment is not None:
+            self.attachment.detach()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Take the hooks off."""
+        self.on_train_end(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the attachment's state for Lightning's checkpoint."""
+        return {} if self.attachment is None else self.attachment.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a checkpoint's state until training starts."""
+        self._loaded = state_dict or None
+
+
+def find_loss(module: nn.Module) -> ExactLoss:
+    """Return the one `ExactLoss` among a module's submodules.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    found = [each for each in module.modules() if isinstance(each, ExactLoss)]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(module).__name__} holds {len(found)} losses of type ExactLoss and one is needed: "
+            "write self.loss_fn = ExactLoss() in its __init__."
+        )
+    return found[0]
