@@ -77,3 +77,14 @@ def test_records_were_made_by_commits():
     """A record of code that nobody has cannot be made again."""
     for path in sorted((CHECKOUT / "results").glob("*.json")):
         assert re.fullmatch("[0-9a-f]{40}", json.loads(path.read_text(encoding="utf-8"))["commit"]), path.name
+
+
+def test_importing_every_module_hides_no_public_name():
+    """A module named like a function would take its place in the package once it is imported."""
+    code = (
+        "import expacc, importlib, pkgutil, types\n"
+        "for m in pkgutil.walk_packages(expacc.__path__, 'expacc.'):\n"
+        "    if not any(part in m.name for part in ('__main__', '.integrations.', '_native')): importlib.import_module(m.name)\n"
+        "print([n for n in expacc.__all__ if isinstance(getattr(expacc, n), types.ModuleType)])"
+    )
+    assert python(code).strip() == "[]"

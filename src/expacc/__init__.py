@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from expacc.attach import Attachment, attach
+    from expacc.attachment import Attachment, attach
     from expacc.baselines import (
         BetaBernoulliLoss,
         GeneralizedCrossEntropyLoss,
@@ -63,7 +63,7 @@ __all__ = [
     "log_expected_accuracy",
 ]
 
-_HOMES = {"ExactLoss": "losses", "GradientNormalizer": "normalizer", "Attachment": "attach", "attach": "attach"}
+_HOMES = {"ExactLoss": "losses", "GradientNormalizer": "normalizer", "Attachment": "attachment", "attach": "attachment"}
 
 
 def _home(name: str) -> str:

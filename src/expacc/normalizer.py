@@ -19,12 +19,15 @@ from expacc import _checks
 
 
 def real_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer whose step moves the weights: of SAM and its kin the one inside.
+    """Return the optimizer whose step moves the weights: of SAM and its kin, and of accelerate's, the one inside.
 
-    Theirs goes up, calls a closure for a second gradient, comes back, and lets the inner one step.
+    SAM goes up, calls a closure for a second gradient, comes back, and lets the inner one step; accelerate skips the
+    inner one's step while gradients accumulate, or where they overflow.
     """
-    inner = getattr(optimizer, "base_optimizer", None)
-    return inner if isinstance(inner, Optimizer) else optimizer
+    for name in ("base_optimizer", "optimizer"):
+        if isinstance(inner := getattr(optimizer, name, None), Optimizer):
+            return real_optimizer(inner)
+    return optimizer
 
 
 class GradientNormalizer:

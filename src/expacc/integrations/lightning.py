@@ -5,7 +5,7 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 from torch import nn
 
-from expacc.attach import Attachment, Kind, attach
+from expacc.attachment import Attachment, Kind, attach
 from expacc.losses import ExactLoss
 
 

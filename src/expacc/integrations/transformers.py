@@ -1,0 +1,117 @@
+"""For the Hugging Face Trainer: a `compute_loss_func` and a callback.
+
+    loss = ExactLoss(power=1, margin=0.5)
+    Trainer(..., args=TrainingArguments(..., max_grad_norm=0.0),
+            compute_loss_func=TrainerLoss(loss), callbacks=[AttachExact(loss)])
+
+The loss alone, ``compute_loss_func=TrainerLoss(ExactLoss())``, is the default's one line.
+"""
+
+from typing import Any, Literal, cast
+
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from expacc.attachment import Attachment, Kind, attach
+from expacc.losses import ExactLoss
+
+_KEY = "expacc.AttachExact"  # in trainer_state.json, among the callbacks that have a state
+
+
+def _stateful(state: TrainerState) -> dict[str, Any]:
+    """Return what the Trainer writes into trainer_state.json for callbacks (declared as the list it is made from)."""
+    return cast(dict[str, Any], state.stateful_callbacks)
+
+
+class TrainerLoss:
+    """An `ExactLoss` as the Trainer calls it.
+
+    Class dimension last, as in Hugging Face's models: (N, C) or (N, T, C). With gradient accumulation each batch counts
+    by its share of the labels, as the Trainer asks.
+
+    Args:
+        loss: with reduction "mean".
+
+    Raises:
+        ValueError: the loss has another reduction.
+    """
+
+    def __init__(self, loss: ExactLoss) -> None:
+        if loss.reduction != "mean":
+            raise ValueError(f"TrainerLoss needs reduction='mean', got {loss.reduction!r}: write ExactLoss().")
+        self.loss = loss
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Return the loss of a model's outputs."""
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        value = self.loss(logits.movedim(-1, 1) if logits.ndim > 2 else logits, labels)
+        if num_items_in_batch is None:
+            return value
+        return value * (labels != self.loss.ignore_index).sum() / num_items_in_batch
+
+
+class AttachExact(TrainerCallback):
+    """Attach the variance schedule and the gradient normaliser when training starts.
+
+    The Trainer knows how many optimizer steps there will be. The state goes into its checkpoints (trainer_state.json)
+    and comes back from them.
+
+    Args:
+        loss: the loss that `TrainerLoss` holds.
+        sigma, power, schedule, normalize_gradient, recipe: as in `expacc.attach`.
+
+    Raises:
+        ValueError: at the start of training: the Trainer clips gradients beside the normaliser.
+    """
+
+    def __init__(
+        self,
+        loss: ExactLoss,
+        *,
+        sigma: tuple[float, float] | None = (10.0, 1.0),
+        power: tuple[float, float] | None = None,
+        schedule: Kind = "exponential",
+        normalize_gradient: bool = True,
+        recipe: Literal["paper"] | None = None,
+    ) -> None:
+        self.loss = loss
+        self._options: dict[str, Any] = {
+            "sigma": sigma, "power": power, "schedule": schedule, "normalize_gradient": normalize_gradient,
+            "recipe": recipe,
+        }  # fmt: skip
+        self.attachment: Attachment | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach; go on from a checkpoint where there is one."""
+        if args.max_grad_norm > 0 and (self._options["normalize_gradient"] or self._options["recipe"]):
+            raise ValueError(
+                f"TrainingArguments(max_grad_norm={args.max_grad_norm:g}) clips what AttachExact normalises: "
+                "write max_grad_norm=0.0, or AttachExact(loss, normalize_gradient=False)."
+            )
+        self.attachment = attach(kwargs["optimizer"], self.loss, state.max_steps, **self._options)
+        kept = _stateful(state)
+        if state.global_step and _KEY in kept:
+            self.attachment.load_state_dict(kept[_KEY]["attributes"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the state where a checkpoint is about to be written."""
+        self._keep(state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Keep the state where a checkpoint is about to be written."""
+        self._keep(state, control)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the hooks off: another training attaches anew."""
+        if self.attachment is not None:
+            self.attachment.detach()
+
+    def _keep(self, state: TrainerState, control: TrainerControl) -> None:
+        if control.should_save and self.attachment is not None:
+            _stateful(state)[_KEY] = {"args": {}, "attributes": self.attachment.state_dict()}
