@@ -83,8 +83,9 @@ def test_importing_every_module_hides_no_public_name():
     """A module named like a function would take its place in the package once it is imported."""
     code = (
         "import expacc, importlib, pkgutil, types\n"
-        "for m in pkgutil.walk_packages(expacc.__path__, 'expacc.'):\n"
-        "    if not any(part in m.name for part in ('__main__', '.integrations.', '_native')): importlib.import_module(m.name)\n"
+        "names = [m.name for m in pkgutil.walk_packages(expacc.__path__, 'expacc.')]\n"
+        "for name in names:\n"
+        "    if not any(part in name for part in ('__main__', '.integrations.', '_native')): importlib.import_module(name)\n"
         "print([n for n in expacc.__all__ if isinstance(getattr(expacc, n), types.ModuleType)])"
     )
     assert python(code).strip() == "[]"
