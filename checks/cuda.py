@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from expacc.attachment import attach
 from expacc.functional import argmax_probabilities, exact_loss, log_expected_accuracy
 from expacc.losses import ExactLoss
 from expacc.studies.records import Record, begin_record
@@ -111,6 +112,57 @@ def waits_for_nothing() -> float:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return float(len(losses))
+
+
+@check
+def attached_waits_for_nothing() -> float:
+    """A step with σ falling and the gradient normalised waits for nothing, also fused, also with a fused scaler."""
+    logits, target = (part.cuda() for part in rows(torch.float32))
+    inputs = logits.clone()
+    steps = 0
+    for fused, scaled in ((False, False), (True, False), (True, True)):
+        model = torch.nn.Linear(10, 10).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        loss, scaler = ExactLoss(power=1, margin=0.5).cuda(), torch.amp.GradScaler("cuda", enabled=scaled)
+        attachment = attach(optimizer, loss, total_steps=1000)
+        for k in range(8):
+            if k == 2:
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            optimizer.zero_grad()
+            scaler.scale(loss(model(inputs), target)).backward()
+            scaler.step(optimizer)
+            torch.cuda.set_sync_debug_mode("default")  # update() asks the device whether there was an inf
+            scaler.update()
+            torch.cuda.set_sync_debug_mode("error" if k >= 2 else "default")
+            steps += 1
+        torch.cuda.set_sync_debug_mode("default")
+        mean = attachment.normalizer.mean if attachment.normalizer else None
+        require(mean is not None and 0 < mean < 10, f"the mean of the norm is {mean}")
+        require(attachment.schedules["sigma"].last_epoch == 8, "a step did not count")
+    return float(steps)
+
+
+@check
+def scaled_is_unscaled() -> float:
+    """A fused optimizer under a GradScaler trains as without one, worst relative difference of the weights."""
+    logits, target = (part.cuda() for part in rows(torch.float32))
+    ends = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(10, 10).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        loss, scaler = ExactLoss(power=1, margin=0.5).cuda(), torch.amp.GradScaler("cuda", enabled=enabled)
+        attach(optimizer, loss, total_steps=20)
+        for _ in range(20):
+            optimizer.zero_grad()
+            scaler.scale(loss(model(logits), target)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append(model.weight.detach())
+    worst = ((ends[0] - ends[1]).abs().max() / ends[0].abs().max()).item()
+    require(worst <= 1e-4, f"{worst} > 1e-4")
+    return worst
 
 
 @check

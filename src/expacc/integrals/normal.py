@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expacc.integrals.opaque import make_opaque
+
 # Elements per thread, torch's own grain: below it an operation does not use more threads.
 _CHUNK = 2**15
 
@@ -138,6 +140,10 @@ class _LogCdf(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         return upstream * hazard(x)
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tangent * hazard(ctx.saved_tensors[0])
+
 
 class _Hazard(torch.autograd.Function):
     generate_vmap_rule = True
@@ -155,6 +161,10 @@ class _Hazard(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         return upstream * _hazard_slope(x)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tangent * _hazard_slope(ctx.saved_tensors[0])
 
 
 class _Excess(torch.autograd.Function):
@@ -174,21 +184,6 @@ class _Excess(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         return upstream * (1.0 + _hazard_slope(x))
 
-
-# Forward-mode AD needs a jvp; Dynamo refuses a Function that has one. Hence two doors to the same arithmetic.
-class _LogCdfForward(_LogCdf):
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tangent * hazard(ctx.saved_tensors[0])
-
-
-class _HazardForward(_Hazard):
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tangent * _hazard_slope(ctx.saved_tensors[0])
-
-
-class _ExcessForward(_Excess):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tangent * (1.0 + _hazard_slope(ctx.saved_tensors[0]))
@@ -201,7 +196,27 @@ def _hazard_slope(x: Tensor) -> Tensor:
     return -hazard(x) * excess(x)
 
 
-# An argument is widened outside its Function, so that the products in derivatives of every order are float64, too.
+# Compiled graphs take operators (opaque.py): Dynamo refuses a Function with a jvp, and torch 2.11's makes the gradient
+# of one without it 0 in silence.
+def _as_operator(name: str, function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    def call(x: Tensor, nodes: int, drop: float) -> Any:
+        return function.apply(x)
+
+    return make_opaque(name, call, keeps_classes=True)
+
+
+_compiled_log_cdf = _as_operator("log_cdf", _LogCdf)
+_compiled_hazard = _as_operator("hazard", _Hazard)
+_compiled_excess = _as_operator("excess", _Excess)
+
+
+def _enter(function: type[torch.autograd.Function], compiled: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Return function(x) through the door that fits; the argument is widened outside the Function, so that the products
+    in derivatives of every order are float64, too.
+    """
+    wide = x.double()
+    result: Any = compiled(wide, 0, 0.0) if torch.compiler.is_compiling() else function.apply(wide)
+    return result.to(x.dtype)
 
 
 def log_cdf(x: Tensor) -> Tensor:
@@ -218,9 +233,7 @@ def log_cdf(x: Tensor) -> Tensor:
     >>> [f"{value:.12g}" for value in log_cdf(torch.tensor([-40.0, 0.0, 9.0], dtype=torch.float64)).tolist()]
     ['-804.608442014', '-0.69314718056', '-1.12858840595e-19']
     """
-    door = _LogCdf if torch.compiler.is_compiling() else _LogCdfForward
-    wide: Tensor = door.apply(x.double())  # pyright: ignore[reportAssignmentType]
-    return wide.to(x.dtype)
+    return _enter(_LogCdf, _compiled_log_cdf, x)
 
 
 def hazard(x: Tensor) -> Tensor:
@@ -231,9 +244,7 @@ def hazard(x: Tensor) -> Tensor:
     >>> [f"{value:.12g}" for value in hazard(torch.tensor([-1e3, 0.0], dtype=torch.float64)).tolist()]
     ['1000.001', '0.797884560803']
     """
-    door = _Hazard if torch.compiler.is_compiling() else _HazardForward
-    wide: Tensor = door.apply(x.double())  # pyright: ignore[reportAssignmentType]
-    return wide.to(x.dtype)
+    return _enter(_Hazard, _compiled_hazard, x)
 
 
 def excess(x: Tensor) -> Tensor:
@@ -244,6 +255,4 @@ def excess(x: Tensor) -> Tensor:
     >>> [f"{value:.12g}" for value in excess(torch.tensor([-1e8], dtype=torch.float64)).tolist()]
     ['1e-08']
     """
-    door = _Excess if torch.compiler.is_compiling() else _ExcessForward
-    wide: Tensor = door.apply(x.double())  # pyright: ignore[reportAssignmentType]
-    return wide.to(x.dtype)
+    return _enter(_Excess, _compiled_excess, x)
