@@ -3,7 +3,8 @@ r"""attach: the paper's variance schedule and gradient normaliser, wired to an o
     attachment = attach(optimizer, loss_fn, total_steps=len(loader) * epochs)
 
 The loop keeps its lines: before each ``optimizer.step`` the gradient is normalised, after it σ (and q) move on. Steps
-that a GradScaler skips do not count. Of SAM and its kin the inner optimizer's step counts, once per real step.
+that a GradScaler skips do not count, but for an optimizer with ``fused=True``: there only the device knows. Of SAM and
+its kin the inner optimizer's step counts, once per real step.
 """
 
 import warnings
