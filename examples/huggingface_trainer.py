@@ -43,7 +43,7 @@ def main() -> float:
             max_grad_norm=0.0,  # <- its default of 1 clips what the callback normalises
         )  # fmt: skip
         Trainer(
-            model=model, args=arguments, train_dataset=rows,  # type: ignore[arg-type]
+            model=model, args=arguments, train_dataset=rows,
             compute_loss_func=TrainerLoss(loss), callbacks=[AttachExact(loss, sigma=(3, 1))],  # <- these two
         ).train()  # fmt: skip
     accuracy = (model.net(x[1400:]).argmax(1) == y[1400:]).float().mean().item()
