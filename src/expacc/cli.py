@@ -45,19 +45,43 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-STUDY_OPTIONS: dict[str, dict[str, Any]] = {
+def _choose(what: str, *names: str) -> dict[str, Any]:
+    return {
+        "metavar": "NAME", "nargs": "+", "choices": names, "default": names,
+        "help": f"{what}, of {', '.join(names)}; default: all",
+    }  # fmt: skip
+
+
+OUT_OPTIONS: dict[str, dict[str, Any]] = {
     "--out": {
         "metavar": "DIR", "type": Path, "default": Path("out"),
         "help": "folder for the record (JSON) and the figures (PNG, SVG), made if need be; default: out",
     },
-    "--seed": {"metavar": "N", "type": _seed, "default": 0, "help": "seed of everything random; default: 0"},
     "--json": {"action": "store_true", "help": "print the record instead of the table"},
+}  # fmt: skip
+STUDY_OPTIONS: dict[str, dict[str, Any]] = {
+    **OUT_OPTIONS,
+    "--seed": {"metavar": "N", "type": _seed, "default": 0, "help": "seed of everything random; default: 0"},
+}
+DEFAULTS_OPTIONS: dict[str, dict[str, Any]] = {
+    **OUT_OPTIONS,
+    "--problems": _choose(
+        "problems", "digits-mlp", "digits-cnn", "adult", "cylinder-bands", "dry-bean", "mice-protein", "mnist",
+        "cifar-100",
+    ),
+    "--optimizers": _choose("optimizers", "SGD", "Adam", "AdamW"),
+    "--data": {"metavar": "DIR", "type": Path, "help": "folder with the official image files, in mnist and cifar-100"},
+    "--device": {"metavar": "NAME", "default": "auto", "help": "cpu or cuda; default: cuda where there is one"},
 }  # fmt: skip
 GROUPS = {"study": "repeat one of the paper's studies, beside the published numbers"}
 COMMANDS = {
     "study toy": Command(
         "the paper's two toy examples: where EXACT, cross-entropy and hinge put the threshold",
         "expacc.studies.toy", STUDY_OPTIONS, "studies", ("matplotlib", "rich"),
+    ),
+    "study defaults": Command(
+        "the study behind ExactLoss's default: sixteen losses on eight problems; what is done is not done again",
+        "expacc.studies.defaults", DEFAULTS_OPTIONS, "studies", ("matplotlib", "rich", "pandas", "sklearn"),
     ),
 }  # fmt: skip
 

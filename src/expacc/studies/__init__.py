@@ -3,7 +3,10 @@
 Nothing here imports torch: the command line reads this package before it knows what it is asked to do.
 """
 
+import errno
 import importlib.util
+import os
+from pathlib import Path
 
 
 class CommandError(Exception):
@@ -33,3 +36,17 @@ in a checkout, pip install '.[studies]' -c constraints.txt
             f"{command} needs {', '.join(missing)}, part of the extra '{extra}': "
             f"in a checkout, pip install '.[{extra}]' -c constraints.txt"
         )
+
+
+def prepare_folder(out: Path) -> None:
+    """Make the folder of a study's results, before the work: an error now costs nothing.
+
+    Raises:
+        CommandError: it is a file.
+        OSError: it cannot be made, or written to.
+    """
+    if out.exists() and not out.is_dir():
+        raise CommandError(f"--out {out} is a file; name a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise PermissionError(errno.EACCES, "no permission to write there", str(out))

@@ -117,6 +117,42 @@ def track(sequence: Iterable[T], description: str, total: int | None = None) -> 
     )
 
 
+class Progress:
+    """Show how far a long work is, and the time left, on stderr; gone at the end; off a terminal, silent.
+
+    Args:
+        description: what is being done.
+        total: steps of the whole work, as far as known; `extend` adds to it.
+    """
+
+    def __init__(self, description: str, total: int) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TaskProgressColumn(),
+                   progress.TimeRemainingColumn(), progress.TimeElapsedColumn())  # fmt: skip
+        self._bar = progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(description, total=total)
+        self._total = total
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, steps: int = 1) -> None:
+        """Say that steps are done."""
+        self._bar.advance(self._task, steps)
+
+    def extend(self, steps: int) -> None:
+        """Say that there is more to do than was known."""
+        self._total += steps
+        self._bar.update(self._task, total=self._total)
+
+
 @contextmanager
 def figure(width: float, height: float) -> Iterator["Figure"]:
     """Give a figure in the common style, in inches, without touching pyplot, its backend or the user's settings."""

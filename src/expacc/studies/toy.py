@@ -12,8 +12,6 @@ here they are convex functions of one or two numbers, so their optima are given 
     EXACT:          t² + t·exp(1/(32s²)) = 1 for t = exp(-b/(4s²)), s² = 2σ²:  for every σ one maximum; b → 1/8
 """
 
-import errno
-import os
 import sys
 from dataclasses import dataclass
 from itertools import combinations
@@ -27,7 +25,7 @@ from torch import Tensor
 from expacc.functional import expected_accuracy
 from expacc.kernels.dispatch import watch_paths
 from expacc.losses import ExactLoss
-from expacc.studies import CommandError
+from expacc.studies import prepare_folder
 from expacc.studies.records import Record, begin_record
 from expacc.studies.report import Table, print_table, track
 
@@ -110,11 +108,7 @@ def run(out: Path, seed: int, json: bool) -> None:
     """
     from expacc.studies import toy_figures  # matplotlib: half a second
 
-    if out.exists() and not out.is_dir():
-        raise CommandError(f"--out {out} is a file; name a folder")
-    out.mkdir(parents=True, exist_ok=True)  # before the work: an error now costs nothing
-    if not os.access(out, os.W_OK):
-        raise PermissionError(errno.EACCES, "no permission to write there", str(out))
+    prepare_folder(out)
     with watch_paths() as paths:
         outcomes = {example.name: solve(example, seed) for example in (THREE, FIVE)}
     record = make_record(outcomes, seed, " and ".join(sorted(set(paths))))

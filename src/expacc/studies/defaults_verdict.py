@@ -1,0 +1,142 @@
+"""What the rows of the defaults study say, by the criteria of its plan: broken cells, paired differences, the worst."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from expacc.studies import defaults_plan as plan
+
+Row = Mapping[str, Any]
+
+
+@dataclass
+class OfLoss:
+    """Hold what a loss did against cross-entropy.
+
+    Args:
+        accuracy: mean over problems, optimizers and seeds, each loss at its best rate.
+        difference, error: mean paired difference to cross-entropy there, and its standard error.
+        worst_problem: the one with the lowest difference in standard errors.
+        worst_difference, worst_error: its.
+        cells: of the grid that count.
+        broken: those below cross-entropy by more than the plan allows: problem, optimizer, rate.
+        lowest, lowest_cell: the lowest difference of all cells that count.
+    """
+
+    accuracy: float = 0.0
+    difference: float = 0.0
+    error: float = 0.0
+    worst_problem: str = ""
+    worst_difference: float = 0.0
+    worst_error: float = 0.0
+    cells: int = 0
+    broken: list[tuple[str, str, float]] = field(default_factory=list)
+    lowest: float = 0.0
+    lowest_cell: str = ""
+
+
+@dataclass
+class Verdict:
+    """Hold what the study says: by loss, and of the default by problem (theirs, ours, difference, error)."""
+
+    losses: dict[str, OfLoss]
+    problems: dict[str, tuple[float, float, float, float]]
+
+    @property
+    def holds(self) -> bool:
+        """Say whether the default passes all three criteria of the plan."""
+        default = self.losses[plan.DEFAULT]
+        behind = any(difference < -plan.LIMIT * error for _, _, difference, error in self.problems.values())
+        return not default.broken and default.difference >= 0 and not behind
+
+
+def pair(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of paired differences and its standard error.
+
+    >>> pair([0.0, 2.0])
+    (1.0, 1.0)
+    """
+    values = np.asarray(differences)
+    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
+
+
+def find_broken(rows: Iterable[Row]) -> list[tuple[str, float]]:
+    """Return the candidates and rates whose cell broke with the grid's seed, of one problem and optimizer."""
+    grid = {(row["method"], row["rate"]): row["value"] for row in rows if row["seed"] == plan.GRID_SEED}
+    rates = [rate for name, rate in grid if name == plan.REFERENCE]
+    least = plan.FLOOR * max(grid[plan.REFERENCE, rate] for rate in rates)
+    return [
+        (name, rate)
+        for name in plan.CANDIDATES
+        for rate in rates
+        if grid[plan.REFERENCE, rate] >= least and is_below(grid[name, rate], grid[plan.REFERENCE, rate])
+    ]
+
+
+def is_below(accuracy: float, reference: float) -> bool:
+    """Say whether an accuracy breaks a cell."""
+    return accuracy < reference - plan.COLLAPSE
+
+
+def judge(rows: Sequence[Row]) -> Verdict:
+    """Return the verdict on all losses, from rows alone."""
+    by_cell: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        by_cell[row["problem"], row["optimizer"]].append(row)
+    pairs: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    losses = {name: OfLoss(lowest=float("inf")) for name in plan.RECIPES}
+    for (problem, optimizer), cell in by_cell.items():
+        best = {(row["method"], row["seed"]): row["value"] for row in cell if row["stage"] == "best"}
+        for name in plan.RECIPES:
+            pairs[name][problem] += [(best[name, seed], best[plan.REFERENCE, seed]) for seed in plan.SEEDS]
+        for name, rate, difference in compare_cells(cell):
+            each = losses[name]
+            each.cells += 1
+            if difference < -plan.COLLAPSE:
+                each.broken.append((problem, optimizer, rate))
+            if difference < each.lowest:
+                each.lowest, each.lowest_cell = difference, f"{problem} {optimizer} {rate:g}"
+    for name, each in losses.items():
+        all_pairs = [pair for found in pairs[name].values() for pair in found]
+        each.accuracy = float(np.mean([ours for ours, _ in all_pairs]))
+        if name == plan.REFERENCE:
+            continue
+        each.difference, each.error = pair([ours - reference for ours, reference in all_pairs])
+        by_problem = {problem: pair([a - b for a, b in found]) for problem, found in pairs[name].items()}
+        each.worst_problem = min(by_problem, key=lambda problem: _ratio(*by_problem[problem]))
+        each.worst_difference, each.worst_error = by_problem[each.worst_problem]
+    problems = {}
+    for problem, found in pairs[plan.DEFAULT].items():
+        ours, reference = np.mean(found, axis=0)
+        problems[problem] = (float(reference), float(ours), *pair([a - b for a, b in found]))
+    return Verdict(losses, problems)
+
+
+def compare_cells(cell: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """Return loss, rate and difference to cross-entropy of every cell that counts, of one problem and optimizer.
+
+    A difference of one seed; where there are five pairs at that rate and one seed broke it, their mean.
+    """
+    held: dict[tuple[str, float], dict[int, float]] = defaultdict(dict)
+    for row in cell:
+        held[row["method"], row["rate"]][row["seed"]] = row["value"]
+    reference = {rate: values for (name, rate), values in held.items() if name == plan.REFERENCE}
+    least = plan.FLOOR * max(values[plan.GRID_SEED] for values in reference.values())
+    found = []
+    for (name, rate), values in held.items():
+        theirs = reference[rate]
+        if theirs[plan.GRID_SEED] < least:
+            continue
+        difference = values[plan.GRID_SEED] - theirs[plan.GRID_SEED]
+        seeds = [seed for seed in plan.SEEDS if seed in values and seed in theirs]
+        if is_below(values[plan.GRID_SEED], theirs[plan.GRID_SEED]) and len(seeds) == len(plan.SEEDS):
+            difference = float(np.mean([values[seed] - theirs[seed] for seed in seeds]))
+        found.append((name, rate, difference))
+    return found
+
+
+def _ratio(difference: float, error: float) -> float:
+    return difference / error if error else np.sign(difference) * np.inf if difference else 0.0
