@@ -1,4 +1,4 @@
-"""The study behind ExactLoss's default: sixteen losses, eight problems, three optimizers, five learning rates.
+"""The study behind ExactLoss's default: twenty losses, eight problems, three optimizers, five learning rates.
 
 The plan, and what decides, is in :mod:`expacc.studies.defaults_plan`. A stage of a problem and an optimizer is trained
 as one fleet and kept under ``out/defaults`` when it is done; a killed study goes on from there. ``defaults.json``
