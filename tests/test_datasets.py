@@ -148,6 +148,35 @@ def test_a_file_that_is_not_the_official_one_is_refused_kept_aside_and_named(mni
         load_images("mnist", folder)
 
 
+GZ = gzip.compress(idx(np.arange(3, dtype=np.uint8)))
+SPOILT = GZ[:12] + bytes(255 - byte for byte in GZ[12:])
+
+
+@pytest.mark.parametrize(
+    "download", [GZ[:-9], GZ[:7], SPOILT, b"<html>404 Not Found</html>"], ids=["cut", "head", "spoilt", "html"]
+)
+def test_a_download_that_cannot_be_unpacked_is_refused_kept_aside_and_named(download, mnist):
+    folder, _ = mnist
+    name = "t10k-labels-idx1-ubyte"
+    (folder / name).unlink()
+    (folder / f"{name}.gz").write_bytes(download)
+    with pytest.raises(DataError, match=rf"{name}.gz is refused: it cannot be unpacked .* kept as {name}.gz.refused"):
+        load_images("mnist", folder)
+    assert (folder / f"{name}.gz.refused").read_bytes() == download
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("mnist", "train-images-idx3-ubyte"), ("mnist", "train-images-idx3-ubyte.gz"), ("svhn", "train_32x32.mat")],
+    ids=["idx", "gz", "mat"],
+)
+def test_a_folder_in_a_files_place_is_named_and_stays(name, file, tmp_path):
+    (tmp_path / file).mkdir()
+    with pytest.raises(DataError, match=rf"{file} in .* cannot be read \(Is a directory\): the official file"):
+        load_images(name, tmp_path)
+    assert (tmp_path / file).is_dir()
+
+
 @pytest.mark.parametrize("below", ["", "cifar-100-binary"])
 def test_cifar_100(below, tmp_path, monkeypatch):
     """The fine label is the second byte; the folder of the archive is found."""
@@ -177,23 +206,85 @@ def test_cifar_10(tmp_path, monkeypatch):
     assert found.train_images.shape == (10, 3, 32, 32)
 
 
-def test_svhn_is_checked_by_its_pixels_and_its_zero_is_zero(tmp_path, monkeypatch):
+@pytest.fixture
+def svhn(tmp_path, monkeypatch):
+    """Write two small .mat files and make their arrays the official ones."""
+    parts = {
+        "train": (pixels(3, 32, 32, 3), np.array([10, 1, 9], np.uint8)),
+        "test": (pixels(2, 32, 32, 3), np.array([10, 1], np.uint8)),
+    }
+    for part, arrays in parts.items():
+        write_mat(tmp_path / f"{part}_32x32.mat", *arrays)
+    sums = {part: tuple(digest(array.tobytes()) for array in arrays) for part, arrays in parts.items()}
+    monkeypatch.setattr(images, "SVHN", sums)
+    return tmp_path, parts
+
+
+def write_mat(path, shown, digits) -> None:
     from scipy.io import savemat
 
-    shown = {"train": pixels(3, 32, 32, 3), "test": pixels(2, 32, 32, 3)}
-    for part, array in shown.items():
-        held = {"X": array.transpose(1, 2, 3, 0), "y": np.array([10, 1, 9][: len(array)])[:, None]}
-        savemat(tmp_path / f"{part}_32x32.mat", held)
-    with pytest.raises(DataError, match=r"train_32x32.mat is refused: its pixels are not the official ones"):
-        load_images("svhn", tmp_path)
-    (tmp_path / "train_32x32.mat.refused").rename(tmp_path / "train_32x32.mat")
-    monkeypatch.setattr(images, "SVHN", {part: digest(array.tobytes()) for part, array in shown.items()})
-    found = load_images("svhn", tmp_path)
+    held = {
+        "X": None if shown is None else shown.transpose(1, 2, 3, 0),
+        "y": None if digits is None else digits[:, None],
+    }
+    savemat(path, {name: array for name, array in held.items() if array is not None})
+
+
+def test_svhns_zero_is_zero(svhn):
+    folder, parts = svhn
+    found = load_images("svhn", folder)
     assert found.train_labels.tolist() == [0, 1, 9]
-    assert np.array_equal(found.train_images, shown["train"].transpose(0, 3, 1, 2))
-    (tmp_path / "test_32x32.mat").write_bytes(b"no .mat file")
-    with pytest.raises(DataError, match=r"test_32x32.mat is refused: it cannot be read"):
-        load_images("svhn", tmp_path)
+    assert np.array_equal(found.train_images, parts["train"][0].transpose(0, 3, 1, 2))
+
+
+def test_svhn_is_checked_by_its_arrays_not_by_its_bytes(svhn):
+    """Another program may have written the file: other bytes, another type of the labels."""
+    folder, parts = svhn
+    write_mat(folder / "train_32x32.mat", parts["train"][0], parts["train"][1].astype(float))
+    assert load_images("svhn", folder).train_labels.tolist() == [0, 1, 9]
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        ({"digits": np.array([3, 3, 3])}, "its labels are not the official ones"),
+        ({"digits": np.array([10, 1])}, "its labels are not the official ones"),
+        ({"digits": None}, "it holds no array 'y'"),
+        ({"shown": pixels(4, 32, 32, 3)[1:]}, "its pixels are not the official ones"),
+        ({"shown": None}, "it holds no array 'X'"),
+        (b"no .mat file", "it cannot be read"),
+    ],
+    ids=["labels", "fewer-labels", "no-labels", "pixels", "no-pixels", "no-mat"],
+)
+def test_svhns_arrays_that_are_not_the_official_ones_are_refused(held, why, svhn):
+    folder, parts = svhn
+    path = folder / "train_32x32.mat"
+    if isinstance(held, bytes):
+        path.write_bytes(held)
+    else:
+        write_mat(path, **dict(zip(("shown", "digits"), parts["train"], strict=True)) | held)
+    with pytest.raises(DataError, match=rf"train_32x32.mat is refused: {why}.* kept as train_32x32.mat.refused"):
+        load_images("svhn", folder)
+    assert [each.name for each in sorted(folder.iterdir())] == ["test_32x32.mat", "train_32x32.mat.refused"]
+
+
+def test_a_missing_mat_file(svhn):
+    folder, _ = svhn
+    (folder / "test_32x32.mat").unlink()
+    with pytest.raises(DataError, match=r"test_32x32.mat is not in"):
+        load_images("svhn", folder)
+
+
+def test_memory_that_runs_out_says_nothing_about_the_file(svhn, monkeypatch):
+    folder, _ = svhn
+
+    def read(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr("scipy.io.loadmat", read)
+    with pytest.raises(MemoryError):
+        load_images("svhn", folder)
+    assert (folder / "train_32x32.mat").exists()
 
 
 @pytest.mark.parametrize(

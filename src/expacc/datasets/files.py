@@ -35,18 +35,31 @@ def read_bundled(name: str, sha256: str) -> bytes:
     return data
 
 
-def read_checked(path: Path, sha256: str) -> bytes:
-    """Return the bytes of a user's file, or set it aside as ``NAME.refused`` where its SHA-256 is another.
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a user's file.
 
     Raises:
-        DataError: the file is missing, or is not the official one.
+        DataError: there is none, or it cannot be read (a folder, no permission). It stays where it is.
     """
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
         raise DataError(
             f"{path.name} is not in {path.parent}: the official file of that name is needed there."
         ) from None
+    except OSError as error:
+        raise DataError(
+            f"{path.name} in {path.parent} cannot be read ({error.strerror}): the official file is needed there."
+        ) from error
+
+
+def read_checked(path: Path, sha256: str) -> bytes:
+    """Return the bytes of a user's file, or set it aside as ``NAME.refused`` where its SHA-256 is another.
+
+    Raises:
+        DataError: the file is missing, cannot be read, or is not the official one.
+    """
+    data = read_file(path)
     found = digest(data)
     if found != sha256:
         refuse(path, f"its SHA-256 is {found}, that of the official file {sha256}")

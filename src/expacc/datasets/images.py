@@ -1,14 +1,16 @@
 """Readers of the image sets' official layouts: MNIST's idx, CIFAR's binary batches, SVHN's .mat. NumPy arrays out."""
 
 import gzip
+import io
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from expacc.datasets.files import DataError, digest, read_checked, refuse
+from expacc.datasets.files import DataError, digest, read_checked, read_file, refuse
 
 Part = tuple[np.ndarray, np.ndarray]
 
@@ -50,10 +52,17 @@ CIFAR_100 = {
     "train.bin": "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29",
     "test.bin": "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a",
 }
-# Of the pixels, (N, 32, 32, 3) in row-major order: a .mat file's bytes depend on the program that wrote it.
+# Of the pixels, (N, 32, 32, 3) in row-major order, and of the labels as they stand there, 1 to 10, both as bytes: the
+# bytes of a .mat file depend on the program that wrote it.
 SVHN = {
-    "train": "a24062f843a6a12618ee9b23e91a9bfe13726bba939c0b549914638ba9ab7010",
-    "test": "d9450824511009532ca0f47ac5621a3ceb71bfc7169dca110eeeed7e52f772bd",
+    "train": (
+        "a24062f843a6a12618ee9b23e91a9bfe13726bba939c0b549914638ba9ab7010",
+        "9e3cce128a193644210f542b719cff670a667c31b1c0bda27ecb1820ed5a7f7a",
+    ),
+    "test": (
+        "d9450824511009532ca0f47ac5621a3ceb71bfc7169dca110eeeed7e52f772bd",
+        "55bdef57978d07ed482f3e01e795ac42bff2cf33b69f8121e65398dca0fb6aec",
+    ),
 }
 
 
@@ -83,7 +92,7 @@ def _mnist(folder: Path) -> tuple[Part, Part]:
     for name, sha256 in MNIST.items():
         packed = folder / f"{name}.gz"
         if packed.exists() and not (folder / name).exists():  # as the site hands it out
-            data = gzip.decompress(packed.read_bytes())
+            data = _unpack(packed)
             if digest(data) != sha256:
                 refuse(packed, "what it unpacks to is not the official file")
         else:
@@ -92,6 +101,15 @@ def _mnist(folder: Path) -> tuple[Part, Part]:
     images = {part: read[f"{part}-images-idx3-ubyte"][:, None] for part in ("train", "t10k")}
     labels = {part: read[f"{part}-labels-idx1-ubyte"].astype(np.int64) for part in ("train", "t10k")}
     return (images["train"], labels["train"]), (images["t10k"], labels["t10k"])
+
+
+def _unpack(packed: Path) -> bytes:
+    """Return what a .gz file holds; a download that was cut off, or a site's error page, is refused."""
+    data = read_file(packed)
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        refuse(packed, f"it cannot be unpacked ({error})")
 
 
 def _cifar_10(folder: Path) -> tuple[Part, Part]:
@@ -106,23 +124,34 @@ def _cifar_100(folder: Path) -> tuple[Part, Part]:
 
 
 def _svhn(folder: Path) -> tuple[Part, Part]:
+    train, test = (_svhn_part(folder / f"{part}_32x32.mat", *sums) for part, sums in SVHN.items())
+    return train, test
+
+
+def _svhn_part(path: Path, pixels_sha256: str, labels_sha256: str) -> Part:
+    pixels, digits = _read_mat(path)
+    if digest(pixels.tobytes()) != pixels_sha256:
+        refuse(path, "its pixels are not the official ones")
+    if digest(digits.tobytes()) != labels_sha256:
+        refuse(path, "its labels are not the official ones")
+    return pixels.transpose(0, 3, 1, 2), digits.astype(np.int64) % 10  # the digit 0 is label 10
+
+
+def _read_mat(path: Path) -> Part:
+    """Return the pixels of a .mat file, (N, 32, 32, 3), and its labels, as bytes."""
     from scipy.io import loadmat  # the only reader that needs SciPy
 
-    parts = []
-    for part, sha256 in SVHN.items():
-        path = folder / f"{part}_32x32.mat"
-        if not path.exists():
-            raise DataError(f"{path.name} is not in {folder}: the official file of that name is needed there.")
-        try:
-            held = loadmat(path, variable_names=["X", "y"])
-            images = np.ascontiguousarray(held["X"].transpose(3, 0, 1, 2))
-        except Exception as error:  # loadmat has an error of its own for every kind of damage
-            refuse(path, f"it cannot be read ({error})")
-        if digest(images.tobytes()) != sha256:
-            refuse(path, "its pixels are not the official ones")
-        labels = held["y"].ravel().astype(np.int64) % 10  # the digit 0 is label 10
-        parts.append((np.ascontiguousarray(images.transpose(0, 3, 1, 2)), labels))
-    return parts[0], parts[1]
+    data = read_file(path)
+    try:
+        held = loadmat(io.BytesIO(data), variable_names=["X", "y"])
+        # What is checked is what is handed on: as bytes, in this order.
+        return np.ascontiguousarray(held["X"].transpose(3, 0, 1, 2)), held["y"].ravel().astype(np.uint8)
+    except MemoryError:  # says nothing about the file
+        raise
+    except KeyError as error:
+        refuse(path, f"it holds no array {error}")
+    except Exception as error:  # loadmat has an error of its own for every kind of damage
+        refuse(path, f"it cannot be read ({error})")
 
 
 # name → reader, folder of the official archive below the one given, number of classes
@@ -137,12 +166,15 @@ IMAGES: dict[str, tuple[Callable[[Path], tuple[Part, Part]], str, int]] = {
 def load_images(name: str, folder: str | Path) -> ImageSet:
     """Read an image set from a folder that holds its official files, unpacked.
 
+    Give every set a folder of its own. Fashion-MNIST's and others' files have MNIST's names: in a folder of theirs, the
+    first file that is not MNIST's is renamed to NAME.refused, like a damaged one, and has to be renamed back.
+
     Args:
         name: "mnist", "svhn", "cifar-10" or "cifar-100".
         folder: where the files are, or the folder of the archive (cifar-10-batches-bin, cifar-100-binary).
 
     Raises:
-        DataError: a file is missing, or is not the official one: it is then renamed to NAME.refused.
+        DataError: a file is missing or cannot be read, or it is not the official one and is now called NAME.refused.
         ValueError: there is no such set.
     """
     if name not in IMAGES:
