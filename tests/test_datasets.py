@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+import torch
 
 from expacc.datasets import IMAGES, TABLES, files, images, load_images, load_table, tables
 from expacc.datasets.files import DataError, digest
@@ -123,6 +124,15 @@ def test_mnist(mnist):
     assert found.test_labels.tolist() == [0, 1, 2]
     assert found.test_labels.dtype == np.int64
     assert found.classes == IMAGES["mnist"][2] == 10
+    assert_own(found)
+
+
+def assert_own(found) -> None:
+    """Every array may be written, and torch takes it without a warning."""
+    for part in (found.train_images, found.train_labels, found.test_images, found.test_labels):
+        assert part.flags.c_contiguous
+        assert part.flags.writeable
+        assert torch.as_tensor(part).shape == part.shape
 
 
 def test_mnist_as_the_site_hands_it_out(mnist):
@@ -191,6 +201,7 @@ def test_cifar_100(below, tmp_path, monkeypatch):
     found = load_images("cifar-100", tmp_path)
     assert found.train_labels.tolist() == [90, 91, 92, 93]
     assert np.array_equal(found.train_images, pixels(4, 3072).reshape(4, 3, 32, 32))
+    assert_own(found)
 
 
 def test_cifar_10(tmp_path, monkeypatch):
@@ -204,6 +215,7 @@ def test_cifar_10(tmp_path, monkeypatch):
     assert found.train_labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert found.test_labels.tolist() == [5, 5]
     assert found.train_images.shape == (10, 3, 32, 32)
+    assert_own(found)
 
 
 @pytest.fixture
@@ -235,6 +247,7 @@ def test_svhns_zero_is_zero(svhn):
     found = load_images("svhn", folder)
     assert found.train_labels.tolist() == [0, 1, 9]
     assert np.array_equal(found.train_images, parts["train"][0].transpose(0, 3, 1, 2))
+    assert_own(found)
 
 
 def test_svhn_is_checked_by_its_arrays_not_by_its_bytes(svhn):

@@ -21,7 +21,7 @@ class ImageSet:
 
     Args:
         name: as in `IMAGES`.
-        train_images, test_images: uint8, (N, channels, height, width).
+        train_images, test_images: uint8, (N, channels, height, width), contiguous and writable.
         train_labels, test_labels: int64, (N,), from 0.
         classes: number of classes.
     """
@@ -182,4 +182,10 @@ def load_images(name: str, folder: str | Path) -> ImageSet:
     reader, below, classes = IMAGES[name]
     home = Path(folder)
     train, test = reader(home / below if (home / below).is_dir() else home)
-    return ImageSet(name, *train, *test, classes)
+    return ImageSet(name, *_own(train), *_own(test), classes)
+
+
+def _own(part: Part) -> Part:
+    """Return arrays in one piece that may be written: a reader's are views of a file's bytes, labels between them."""
+    images, labels = (np.require(array, requirements=["C", "W"]) for array in part)
+    return images, labels
