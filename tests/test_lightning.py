@@ -5,6 +5,7 @@ import warnings
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -85,6 +86,115 @@ def test_goes_on_bit_for_bit_from_a_checkpoint(stop, tmp_path):
     again.fit(resumed, loader(), ckpt_path=tmp_path / "stop.ckpt", weights_only=True)
     assert torch.equal(bits(whole), bits(resumed))
     assert float(resumed.losses[0].sigma) == 1.0
+
+
+SAME = TensorDataset(X[:16].repeat(3, 1), Y[:16].repeat(3))  # three equal batches: Lightning starts an epoch over
+
+
+def test_goes_on_bit_for_bit_from_within_an_epoch(tmp_path):
+    every = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    whole, resumed = Classifier(), Classifier()
+    trainer(tmp_path, callbacks=[AttachExact(), every]).fit(whole, DataLoader(SAME, batch_size=16))
+    again = trainer(tmp_path, callbacks=[AttachExact()], enable_checkpointing=False)
+    again.fit(resumed, DataLoader(SAME, batch_size=16), ckpt_path=tmp_path / "step=5.ckpt", weights_only=True)
+    assert again.global_step == 12
+    assert torch.equal(bits(whole), bits(resumed))
+    assert float(resumed.losses[0].sigma) == 1.0
+
+
+def save_after_two_epochs(folder, *callbacks) -> str:
+    first = trainer(folder, callbacks=list(callbacks), max_epochs=2, enable_checkpointing=False)
+    first.fit(Classifier(), loader())
+    first.save_checkpoint(folder / "two.ckpt")
+    return str(folder / "two.ckpt")
+
+
+class Sigmas(pl.Callback):
+    """Note the sigma of every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.seen.append(float(pl_module.losses[0].sigma))
+
+
+def test_from_a_checkpoint_without_the_state_sigma_goes_on_at_the_trainers_step(tmp_path):
+    path = save_after_two_epochs(tmp_path)
+    module, sigmas = Classifier(), Sigmas()
+    again = trainer(tmp_path, callbacks=[AttachExact(), sigmas], enable_checkpointing=False)
+    with pytest.warns(
+        UserWarning, match=r"after step 6 of 12 without a state .*: sigma goes on at 3\.16228 \(10 → 1\)"
+    ):
+        again.fit(module, loader(), ckpt_path=path, weights_only=True)
+    assert sigmas.seen == pytest.approx([10 ** (1 - k / 12) for k in range(6, 12)])
+    assert float(module.losses[0].sigma) == 1.0
+
+
+def test_a_longer_training_goes_on(tmp_path):
+    path = save_after_two_epochs(tmp_path, AttachExact())
+    module, callback = Classifier(), AttachExact()
+    again = trainer(tmp_path, callbacks=[callback], enable_checkpointing=False, max_epochs=6)
+    again.fit(module, loader(), ckpt_path=path, weights_only=True)
+    assert callback.attachment is not None
+    assert callback.attachment.schedules["sigma"].last_epoch == 18
+    assert float(module.losses[0].sigma) == 1.0
+
+
+def test_a_second_fit_goes_on_and_reaches_the_end(tmp_path):
+    module, callback = Classifier(), AttachExact()
+    both = trainer(tmp_path, callbacks=[callback], enable_checkpointing=False)
+    both.fit(module, loader())
+    both.fit_loop.max_epochs = 8
+    both.fit(module, loader())
+    assert callback.attachment is not None
+    assert callback.attachment.schedules["sigma"].last_epoch == both.global_step == 24
+    assert float(module.losses[0].sigma) == 1.0
+
+
+def test_another_trainer_begins_anew(tmp_path):
+    module, callback, sigmas = Classifier(), AttachExact(), Sigmas()
+    for _ in range(2):
+        trainer(tmp_path, callbacks=[callback, sigmas], enable_checkpointing=False).fit(module, loader())
+    assert sigmas.seen == pytest.approx(2 * [10 ** (1 - k / 12) for k in range(12)])
+
+
+class Interrupted(Classifier):
+    """Raise in the first batch of the third epoch, once."""
+
+    errors = 0
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 6 and not self.errors:
+            self.errors = 1
+            raise RuntimeError("interrupted")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same-trainer", "new-trainer"])
+def test_after_an_interrupt_it_fits_again(same, tmp_path):
+    """The same trainer goes on where it was, a new one begins anew."""
+    module, callback, sigmas = Interrupted(), AttachExact(), Sigmas()
+    first = trainer(tmp_path, callbacks=[callback, sigmas], enable_checkpointing=False)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        first.fit(module, loader())
+    assert not module.losses[0]._forward_hooks
+    sigmas.seen.clear()
+    again = first if same else trainer(tmp_path, callbacks=[callback, sigmas], enable_checkpointing=False)
+    again.fit(module, loader())
+    assert sigmas.seen == pytest.approx([10 ** (1 - k / 12) for k in range(6 if same else 0, 12)])
+    assert float(module.losses[0].sigma) == 1.0
+
+
+def test_a_checkpoint_of_a_fit_that_failed_is_not_taken_by_the_next(tmp_path):
+    path = save_after_two_epochs(tmp_path, AttachExact())
+    module, callback, sigmas = Classifier(), AttachExact(), Sigmas()
+    with pytest.raises(ValueError, match="clips what AttachExact"):
+        trainer(tmp_path, callbacks=[callback], enable_checkpointing=False, gradient_clip_val=1.0).fit(
+            module, loader(), ckpt_path=path, weights_only=True
+        )
+    trainer(tmp_path, callbacks=[callback, sigmas], enable_checkpointing=False).fit(Classifier(), loader())
+    assert sigmas.seen[0] == 10.0
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytorch_lightning as pl
 from torch import nn
 
 from expacc.attachment import Attachment, Kind, attach
+from expacc.integrations._resume import go_on
 from expacc.losses import ExactLoss
 
 
@@ -13,7 +14,9 @@ class AttachExact(pl.Callback):
     """Attach the variance schedule and the gradient normaliser when training starts.
 
     The loss is the one `ExactLoss` among the module's submodules. Lightning knows how many optimizer steps there will
-    be. The state goes into Lightning's checkpoints and comes back from them.
+    be. The state goes into Lightning's checkpoints and comes back from them. From a checkpoint without it, sigma goes
+    on at the value of the step that the training has reached, with a warning; in another fit of the same trainer (more
+    epochs), at the step where the last one ended.
 
     Args:
         sigma, power, schedule, normalize_gradient, recipe: as in `expacc.attach`.
@@ -38,9 +41,11 @@ class AttachExact(pl.Callback):
         }  # fmt: skip
         self.attachment: Attachment | None = None
         self._loaded: dict[str, Any] | None = None
+        self._made = 0  # the trainer's steps when the hooks were taken off
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Attach; go on from a checkpoint where there is one."""
+        """Attach; go on from a checkpoint, or from the trainer's last fit, where there is one."""
+        kept = self._take_kept(trainer)
         if trainer.gradient_clip_val and (self._options["normalize_gradient"] or self._options["recipe"]):
             raise ValueError(
                 f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips what AttachExact normalises: "
@@ -55,12 +60,11 @@ class AttachExact(pl.Callback):
         if not 0 < steps < float("inf"):
             raise ValueError("AttachExact must know when training ends: write Trainer(max_epochs=…) or max_steps=….")
         self.attachment = attach(trainer.optimizers[0], find_loss(pl_module), int(steps), **self._options)
-        if self._loaded is not None:
-            self.attachment.load_state_dict(self._loaded)
-            self._loaded = None
+        go_on(self.attachment, kept, trainer.global_step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the hooks off: another fit attaches anew."""
+        self._loaded, self._made = None, trainer.global_step
         if self.attachment is not None:
             self.attachment.detach()
 
@@ -75,6 +79,13 @@ class AttachExact(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a checkpoint's state until training starts."""
         self._loaded = state_dict or None
+
+    def _take_kept(self, trainer: pl.Trainer) -> dict[str, Any] | None:
+        """Return the state to go on from: a checkpoint's, or, where a trainer fits on, the one of its last fit."""
+        kept, self._loaded = self._loaded, None
+        if kept is None and self.attachment and not trainer.ckpt_path and 0 < self._made == trainer.global_step:
+            return self.attachment.state_dict()
+        return kept
 
 
 def find_loss(module: nn.Module) -> ExactLoss:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from expacc.attachment import Attachment, Kind, attach
+from expacc.integrations._resume import go_on
 from expacc.losses import ExactLoss
 
 _KEY = "expacc.AttachExact"  # in trainer_state.json, among the callbacks that have a state
@@ -21,6 +22,21 @@ _KEY = "expacc.AttachExact"  # in trainer_state.json, among the callbacks that h
 def _stateful(state: TrainerState) -> dict[str, Any]:
     """Return what the Trainer writes into trainer_state.json for callbacks (declared as the list it is made from)."""
     return cast(dict[str, Any], state.stateful_callbacks)
+
+
+class _StateWhenWritten:
+    """Stands in the Trainer's state for what the attachment's will be when a checkpoint is written.
+
+    The Trainer may decide to save after the callbacks' turn (save_strategy="best": after the evaluation), and asking
+    for the state at every step would wait for the device. It writes a copy of its state, and a copy of this is plain.
+    Not an `ExportableState`: restore_callback_states_from_checkpoint makes such a callback anew, without its loss.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, ({"args": {}, "attributes": self._attachment.state_dict()},)
 
 
 class TrainerLoss:
@@ -53,8 +69,9 @@ class TrainerLoss:
 class AttachExact(TrainerCallback):
     """Attach the variance schedule and the gradient normaliser when training starts.
 
-    The Trainer knows how many optimizer steps there will be. The state goes into its checkpoints (trainer_state.json)
-    and comes back from them.
+    The Trainer knows how many optimizer steps there will be. The state goes into all its checkpoints
+    (trainer_state.json) and comes back from them. From a checkpoint without it, sigma goes on at the value of the step
+    that the training has reached, with a warning. After an interrupt, `train` attaches anew.
 
     Args:
         loss: the loss that `TrainerLoss` holds.
@@ -85,33 +102,24 @@ class AttachExact(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach; go on from a checkpoint where there is one."""
+        self._detach()  # a training that was interrupted, or had too large a batch, has seen no on_train_end
         if args.max_grad_norm > 0 and (self._options["normalize_gradient"] or self._options["recipe"]):
             raise ValueError(
                 f"TrainingArguments(max_grad_norm={args.max_grad_norm:g}) clips what AttachExact normalises: "
                 "write max_grad_norm=0.0, or AttachExact(loss, normalize_gradient=False)."
             )
         self.attachment = attach(kwargs["optimizer"], self.loss, state.max_steps, **self._options)
-        kept = _stateful(state)
-        if state.global_step and _KEY in kept:
-            self.attachment.load_state_dict(kept[_KEY]["attributes"])
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the state where a checkpoint is about to be written."""
-        self._keep(state, control)
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Keep the state where a checkpoint is about to be written."""
-        self._keep(state, control)
+        callbacks = _stateful(state)
+        kept = callbacks[_KEY]["attributes"] if _KEY in callbacks else None
+        go_on(self.attachment, kept, state.global_step)
+        callbacks[_KEY] = _StateWhenWritten(self.attachment)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Take the hooks off: another training attaches anew."""
+        self._detach()
+
+    def _detach(self) -> None:
         if self.attachment is not None:
             self.attachment.detach()
-
-    def _keep(self, state: TrainerState, control: TrainerControl) -> None:
-        if control.should_save and self.attachment is not None:
-            _stateful(state)[_KEY] = {"args": {}, "attributes": self.attachment.state_dict()}
