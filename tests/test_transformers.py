@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -241,6 +245,44 @@ def test_labels_of_tokens():
     torch.testing.assert_close(loss((logits,), labels, num_items_in_batch=18), want / 2)
 
 
-def test_another_reduction_is_refused():
-    with pytest.raises(ValueError, match="TrainerLoss needs reduction='mean', got 'sum'"):
-        TrainerLoss(ExactLoss(reduction="sum"))
+def test_a_smoothing_that_the_trainer_would_leave_out_is_refused(tmp_path):
+    callback = AttachExact(ExactLoss(power=1))
+    with pytest.raises(
+        ValueError, match=r"label_smoothing_factor=0.1\) has no effect .*ExactLoss\(label_smoothing=0.1\)"
+    ):
+        callback.on_train_begin(arguments(tmp_path, label_smoothing_factor=0.1), TrainerState(), TrainerControl())
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["whole", "accumulated"])
+def test_shifted_it_is_a_causal_language_models_own_loss(steps, tmp_path):
+    """The loss that is cross-entropy (Gumbel noise, q = 0) trains GPT-2 as its own does, ignored labels included."""
+    ids = torch.randint(0, 11, (16, 7), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[::3, 4:] = -100
+    rows = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+    ends = []
+    for loss in (None, TrainerLoss(ExactLoss(noise="gumbel", power=0, normalize=False), shift=True)):
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+        model = GPT2LMHeadModel(config)
+        options = {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": steps}
+        args = arguments(tmp_path, **options)
+        Trainer(model=model, args=args, train_dataset=rows, compute_loss_func=loss).train()  # type: ignore[arg-type]
+        ends.append(bits(model))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "sum"}, "TrainerLoss needs reduction='mean', got 'sum'"),
+        (
+            {"ignore_index": 0},
+            "TrainerLoss needs ignore_index=-100, got 0: the Trainer divides by the number of labels",
+        ),
+    ],
+    ids=["reduction", "ignore_index"],
+)
+def test_what_the_trainer_would_scale_wrongly_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainerLoss(ExactLoss(**options))

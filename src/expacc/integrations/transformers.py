@@ -10,6 +10,7 @@ The loss alone, ``compute_loss_func=TrainerLoss(ExactLoss())``, is the default's
 from typing import Any, Literal, cast
 
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from expacc.attachment import Attachment, Kind, attach
@@ -43,27 +44,37 @@ class TrainerLoss:
     """An `ExactLoss` as the Trainer calls it.
 
     Class dimension last, as in Hugging Face's models: (N, C) or (N, T, C). With gradient accumulation each batch counts
-    by its share of the labels, as the Trainer asks.
+    by its share of the labels, as the Trainer asks. Labels are taken as they stand, one per row or position: right for
+    sequence and token classification. A causal language model's, which are its own input, need ``shift=True``.
 
     Args:
-        loss: with reduction "mean".
+        loss: with reduction "mean" and ignore_index -100, by which the Trainer counts labels.
+        shift: compare each position's scores with the next one's label, as transformers' causal language models do in
+            their own loss.
 
     Raises:
-        ValueError: the loss has another reduction.
+        ValueError: the loss has another reduction or ignore_index.
     """
 
-    def __init__(self, loss: ExactLoss) -> None:
+    def __init__(self, loss: ExactLoss, *, shift: bool = False) -> None:
         if loss.reduction != "mean":
             raise ValueError(f"TrainerLoss needs reduction='mean', got {loss.reduction!r}: write ExactLoss().")
-        self.loss = loss
+        if loss.ignore_index != -100:
+            raise ValueError(
+                f"TrainerLoss needs ignore_index=-100, got {loss.ignore_index}: the Trainer divides by the number of "
+                "labels that are not -100. Write ExactLoss(), and -100 in the labels."
+            )
+        self.loss, self.shift = loss, shift
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Return the loss of a model's outputs."""
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        if self.shift:
+            labels = pad(labels, (0, 1), value=-100)[..., 1:]
         value = self.loss(logits.movedim(-1, 1) if logits.ndim > 2 else logits, labels)
         if num_items_in_batch is None:
             return value
-        return value * (labels != self.loss.ignore_index).sum() / num_items_in_batch
+        return value * (labels != -100).sum() / num_items_in_batch
 
 
 class AttachExact(TrainerCallback):
@@ -78,7 +89,8 @@ class AttachExact(TrainerCallback):
         sigma, power, schedule, normalize_gradient, recipe: as in `expacc.attach`.
 
     Raises:
-        ValueError: at the start of training: the Trainer clips gradients beside the normaliser.
+        ValueError: at the start of training: the Trainer clips gradients beside the normaliser, or is asked for a label
+            smoothing that it would leave out.
     """
 
     def __init__(
@@ -107,6 +119,11 @@ class AttachExact(TrainerCallback):
             raise ValueError(
                 f"TrainingArguments(max_grad_norm={args.max_grad_norm:g}) clips what AttachExact normalises: "
                 "write max_grad_norm=0.0, or AttachExact(loss, normalize_gradient=False)."
+            )
+        if smoothing := args.label_smoothing_factor:
+            raise ValueError(
+                f"TrainingArguments(label_smoothing_factor={smoothing:g}) has no effect beside a compute_loss_func: "
+                f"write ExactLoss(label_smoothing={smoothing:g}) in its place."
             )
         self.attachment = attach(kwargs["optimizer"], self.loss, state.max_steps, **self._options)
         callbacks = _stateful(state)
