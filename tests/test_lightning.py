@@ -197,18 +197,46 @@ def test_a_checkpoint_of_a_fit_that_failed_is_not_taken_by_the_next(tmp_path):
     assert sigmas.seen[0] == 10.0
 
 
+def test_a_loss_by_name_leaves_the_others_alone(tmp_path):
+    module, callback = Classifier(losses=2), AttachExact("losses.0")
+    trainer(tmp_path, callbacks=[callback], enable_checkpointing=False).fit(module, loader())
+    assert callback.attachment is not None
+    assert callback.attachment.loss is module.losses[0]
+    assert [float(loss.sigma) for loss in module.losses] == [1.0, 1.0]
+    assert callback.attachment.schedules["sigma"].last_epoch == 12
+    other = AttachExact("losses.1", sigma=(5, 2))
+    trainer(tmp_path, callbacks=[other], enable_checkpointing=False).fit(module, loader())
+    assert [float(loss.sigma) for loss in module.losses] == [1.0, 2.0]
+
+
+def test_a_loss_that_is_no_name():
+    with pytest.raises(
+        TypeError, match=r"loss must be the name .*, got ExactLoss: write AttachExact\(loss='loss_fn'\)"
+    ):
+        AttachExact(ExactLoss())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
         (lambda: Classifier(), {"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0\) clips what AttachExact"),
-        (lambda: Classifier(losses=2), {}, "Classifier holds 2 losses of type ExactLoss and one is needed: write"),
+        (lambda: Classifier(losses=0), {}, "Classifier holds no loss of type ExactLoss: write self.loss_fn ="),
+        (
+            lambda: Classifier(losses=2), {},
+            r"2 losses of type ExactLoss, losses.0, losses.1, and one is attached: .*AttachExact\(loss='losses.0'\)",
+        ),
+        (
+            lambda: Classifier(losses=2), {"callbacks": [AttachExact("loss_fn")]},
+            "Classifier has no loss_fn, .*; its losses of type ExactLoss: losses.0, losses.1",
+        ),
         (lambda: Classifier(), {"max_epochs": -1}, "must know when training ends: write Trainer"),
     ],
-    ids=["clipping", "losses", "endless"],
+    ids=["clipping", "no-loss", "losses", "name", "endless"],
 )  # fmt: skip
 def test_what_cannot_be_meant(module, options, message, tmp_path):
+    options = {"callbacks": [AttachExact()], "enable_checkpointing": False} | options
     with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, callbacks=[AttachExact()], enable_checkpointing=False, **options).fit(module(), loader())
+        trainer(tmp_path, **options).fit(module(), loader())
 
 
 def test_clipping_without_the_normaliser_is_the_users_business(tmp_path):

@@ -1,5 +1,6 @@
 """A PyTorch Lightning callback: `attach` for whatever optimizer the module configures, in Lightning's checkpoints."""
 
+from operator import attrgetter
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -13,21 +14,26 @@ from expacc.losses import ExactLoss
 class AttachExact(pl.Callback):
     """Attach the variance schedule and the gradient normaliser when training starts.
 
-    The loss is the one `ExactLoss` among the module's submodules. Lightning knows how many optimizer steps there will
-    be. The state goes into Lightning's checkpoints and comes back from them. From a checkpoint without it, sigma goes
-    on at the value of the step that the training has reached, with a warning; in another fit of the same trainer (more
-    epochs), at the step where the last one ended.
+    Lightning knows how many optimizer steps there will be. The state goes into Lightning's checkpoints and comes back
+    from them. From a checkpoint without it, sigma goes on at the value of the step that the training has reached, with
+    a warning; in another fit of the same trainer (more epochs), at the step where the last one ended.
+
+    A trainer of the package `lightning` (``import lightning as L``), whose callbacks are of a class of their own, takes
+    this one in a list, ``L.Trainer(callbacks=[AttachExact()])``.
 
     Args:
+        loss: name of the module's attribute, "loss_fn" or "head.loss_fn"; None: the one `ExactLoss` there is.
         sigma, power, schedule, normalize_gradient, recipe: as in `expacc.attach`.
 
     Raises:
+        TypeError: loss is not a name.
         ValueError: at the start of training: no loss or several, several optimizers, no end of training, or gradient
             clipping beside the normaliser.
     """
 
     def __init__(
         self,
+        loss: str | None = None,
         *,
         sigma: tuple[float, float] | None = (10.0, 1.0),
         power: tuple[float, float] | None = None,
@@ -35,6 +41,12 @@ class AttachExact(pl.Callback):
         normalize_gradient: bool = True,
         recipe: Literal["paper"] | None = None,
     ) -> None:
+        if loss is not None and not isinstance(loss, str):
+            raise TypeError(
+                f"loss must be the name of the module's attribute, got {type(loss).__name__}: "
+                "write AttachExact(loss='loss_fn')."
+            )
+        self.loss = loss
         self._options: dict[str, Any] = {
             "sigma": sigma, "power": power, "schedule": schedule, "normalize_gradient": normalize_gradient,
             "recipe": recipe,
@@ -59,7 +71,7 @@ class AttachExact(pl.Callback):
         steps = trainer.estimated_stepping_batches
         if not 0 < steps < float("inf"):
             raise ValueError("AttachExact must know when training ends: write Trainer(max_epochs=…) or max_steps=….")
-        self.attachment = attach(trainer.optimizers[0], find_loss(pl_module), int(steps), **self._options)
+        self.attachment = attach(trainer.optimizers[0], find_loss(pl_module, self.loss), int(steps), **self._options)
         go_on(self.attachment, kept, trainer.global_step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -88,16 +100,25 @@ class AttachExact(pl.Callback):
         return kept
 
 
-def find_loss(module: nn.Module) -> ExactLoss:
-    """Return the one `ExactLoss` among a module's submodules.
+def find_loss(module: nn.Module, name: str | None = None) -> Any:
+    """Return the loss of that name, or the one `ExactLoss` among a module's submodules.
 
     Raises:
         ValueError: there is none, or more than one.
     """
-    found = [each for each in module.modules() if isinstance(each, ExactLoss)]
-    if len(found) != 1:
+    found = {each: loss for each, loss in module.named_modules() if isinstance(loss, ExactLoss)}
+    kind = type(module).__name__
+    if name is not None:
+        try:
+            return attrgetter(name)(module)
+        except AttributeError:
+            held = f"; its losses of type ExactLoss: {', '.join(found) or 'none'}"
+            raise ValueError(f"{kind} has no {name}, which AttachExact(loss={name!r}) names{held}.") from None
+    if not found:
+        raise ValueError(f"{kind} holds no loss of type ExactLoss: write self.loss_fn = ExactLoss() in its __init__.")
+    if len(found) > 1:
         raise ValueError(
-            f"{type(module).__name__} holds {len(found)} losses of type ExactLoss and one is needed: "
-            "write self.loss_fn = ExactLoss() in its __init__."
+            f"{kind} holds {len(found)} losses of type ExactLoss, {', '.join(found)}, and one is attached: "
+            f"write AttachExact(loss={next(iter(found))!r})."
         )
-    return found[0]
+    return next(iter(found.values()))
