@@ -1,5 +1,6 @@
 """data_group: two processes with a shard each are one process with the joined batch, by value and DDP's gradients."""
 
+import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from plain import draw, draw_target
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from expacc import ExactLoss
+from expacc import ExactLoss, exact_loss
 from expacc.kernels.dispatch import watch_paths
 
 C, FEATURES, ROWS, RANKS = 4, 3, 9, 2
@@ -30,6 +31,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "smoothing": (4, {"label_smoothing": 0.1, "weight": WEIGHT, "noise": "gumbel"}),
     "probabilities": (2, {"noise": "gumbel"}),
     "sum": (2, {"reduction": "sum"}),
+    "world": (5, {"data_group": "world"}),
+    "world-weight": (2, {"data_group": "world", "weight": WEIGHT}),
 }
 
 
@@ -65,12 +68,13 @@ def evaluate(network: nn.Module, loss: ExactLoss, features: Tensor, target: Tens
 
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
+    early = {name: ExactLoss(**options) for name, (_, options) in CASES.items() if "data_group" in options}
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     outcomes = {}
     for name, (cut, options) in CASES.items():
         shard = slice(None, cut) if rank == 0 else slice(cut, None)
         features, target = batch(name)
-        loss = ExactLoss(data_group=distributed.group.WORLD, **options)
+        loss = early[name] if name in early else ExactLoss(data_group=distributed.group.WORLD, **options)
         outcomes[name] = tuple(evaluate(DistributedDataParallel(model()), loss, features[shard], target[shard]))
     torch.save(outcomes, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
@@ -86,7 +90,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_the_joined_batch(ranks: list[dict[str, Outcome]], name: str) -> None:
-    want = evaluate(model(), ExactLoss(backend="reference", **CASES[name][1]), *batch(name))
+    options = CASES[name][1] | {"backend": "reference", "data_group": None}
+    want = evaluate(model(), ExactLoss(**options), *batch(name))
     got = [part[name] for part in ranks]
     assert [part.paths for part in got] == [["reference"]] * RANKS
     # A mean is averaged over the ranks, as DDP does with its gradients; a sum stays each rank's own.
@@ -104,3 +109,25 @@ def test_without_the_group_it_would_be_another_number(name: str) -> None:
     shards = [evaluate(model(), ExactLoss(backend="reference", **options), features[s], target[s])
               for s in (slice(None, cut), slice(cut, None))]  # fmt: skip
     assert abs(sum(part.value for part in shards) / RANKS - want.value) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "make", [ExactLoss, lambda **options: lambda *args: exact_loss(*args, **options)], ids=["module", "function"]
+)
+def test_the_world_that_is_not_there(make) -> None:
+    loss = make(data_group="world")
+    with pytest.raises(
+        RuntimeError, match=r"data_group='world' needs .* call torch.distributed.init_process_group\(\)"
+    ):
+        loss(*batch("default"))
+
+
+def test_a_group_by_another_name() -> None:
+    with pytest.raises(ValueError, match="data_group must be a process group, 'world' or None, got 'all'"):
+        ExactLoss(data_group="all")
+
+
+def test_the_world_travels_and_is_shown() -> None:
+    """A process group can be neither pickled nor copied; its name can."""
+    loss = pickle.loads(pickle.dumps(ExactLoss(data_group="world")))
+    assert "data_group='world'" in repr(loss)

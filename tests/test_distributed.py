@@ -58,7 +58,7 @@ def work(rank: int, ranks: int, kind: str, folder: str) -> None:
         for layer in (model[0], model[2], model):
             fully_shard(layer, mesh=mesh)
     size = ROWS // ranks
-    result = train(model, slice(rank * size, (rank + 1) * size), distributed.group.WORLD)
+    result = train(model, slice(rank * size, (rank + 1) * size), "world" if kind == "ddp" else distributed.group.WORLD)
     torch.save(result, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 

@@ -66,7 +66,7 @@ def exact_loss(
         integrator: "quadrature", or the sampled "genz" and "monte_carlo", which need a generator.
         samples: points per row of a sampled integrator.
         generator: where the points come from.
-        data_group: process group over which `normalize`'s statistics and the mean's weights are summed.
+        data_group: process group over which `normalize`'s statistics and the mean's weights are summed; "world": all.
         backend: "auto", "reference" or "cpu".
 
     Returns:
@@ -93,6 +93,7 @@ def exact_loss(
     _checks.check_nodes(nodes)
     _checks.check_choice("integrator", integrator, _checks.INTEGRATORS)
     _checks.check_choice("backend", backend, _checks.BACKENDS)
+    data_group = _find_group(data_group)
     if soft and margin is not None:
         _checks.refuse_soft_margin("a target of class probabilities", margin)
     sampled = integrator != "quadrature"
@@ -269,6 +270,25 @@ def _per_sample(logits, target, sigma, power, margin, noise, nodes, backend) -> 
     return exact_loss(
         logits, target, sigma, margin=margin, power=power, noise=noise, normalize=False, nodes=nodes, backend=backend
     )
+
+
+def check_group(data_group: Any) -> None:
+    """Raise for a name other than "world"."""
+    if isinstance(data_group, str) and data_group != "world":
+        raise ValueError(f"data_group must be a process group, 'world' or None, got {data_group!r}.")
+
+
+def _find_group(data_group: Any) -> Any:
+    """Return the process group, of "world" the one that torch.distributed has by now."""
+    if not isinstance(data_group, str):
+        return data_group
+    check_group(data_group)
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise RuntimeError(
+            "data_group='world' needs torch.distributed, and it is not initialised: call "
+            "torch.distributed.init_process_group() before the loss, or write data_group=None in a single process."
+        )
+    return torch.distributed.group.WORLD
 
 
 def _learns(value: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from expacc import _checks
-from expacc.functional import Backend, Integrator, Noise, Reduction, exact_loss
+from expacc.functional import Backend, Integrator, Noise, Reduction, check_group, exact_loss
 
 _STATE = ("sigma", "power")
 
@@ -47,8 +47,9 @@ class ExactLoss(nn.Module):
         integrator: "quadrature" (deterministic), or "genz" and "monte_carlo", the paper's variants.
         samples: points per row of a sampled integrator.
         generator: where the points of a sampled integrator come from.
-        data_group: process group over which the normalisation's statistics and the mean's weights are summed; None:
-            each process for itself.
+        data_group: process group over which the normalisation's statistics and the mean's weights are summed. "world":
+            that of all processes, looked up when the loss is called; ``torch.distributed.group.WORLD`` is None until
+            ``init_process_group`` has run. None: each process for itself.
         backend: "auto", "reference" or "cpu".
 
     Shape:
@@ -111,6 +112,7 @@ class ExactLoss(nn.Module):
         _checks.check_smoothing(label_smoothing, margin)
         _checks.check_nodes(nodes)
         _checks.check_choice("integrator", integrator, _checks.INTEGRATORS)
+        check_group(data_group)
         _checks.check_choice("backend", backend, _checks.BACKENDS)
         if integrator != "quadrature":
             _checks.check_sampled(integrator, noise, label_smoothing > 0)
@@ -214,6 +216,8 @@ class ExactLoss(nn.Module):
             shown.append(f"reduction={self.reduction!r}")
         if self.nodes != "auto":
             shown.append(f"nodes={self.nodes}")
+        if self.data_group is not None:
+            shown.append(f"data_group={self.data_group!r}" if isinstance(self.data_group, str) else "with a data_group")
         if self.backend != "auto":
             shown.append(f"backend={self.backend!r}")
         return ", ".join(shown)
