@@ -232,8 +232,10 @@ def test_accumulated_batches_are_one_batch(tmp_path):
 
 
 def test_clipping_is_refused(tmp_path):
+    loss = ExactLoss(power=1, margin=0.5)
     with pytest.raises(ValueError, match=r"max_grad_norm=1\) clips .*: write max_grad_norm=0.0"):
-        fit(tmp_path, max_grad_norm=1.0)
+        fit(tmp_path, loss=loss, max_grad_norm=1.0)
+    assert not loss._forward_hooks
 
 
 def test_labels_of_tokens():

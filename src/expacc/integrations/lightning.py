@@ -58,11 +58,6 @@ class AttachExact(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach; go on from a checkpoint, or from the trainer's last fit, where there is one."""
         kept = self._take_kept(trainer)
-        if trainer.gradient_clip_val and (self._options["normalize_gradient"] or self._options["recipe"]):
-            raise ValueError(
-                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips what AttachExact normalises: "
-                "leave it out, or write AttachExact(normalize_gradient=False)."
-            )
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"AttachExact needs one optimizer, configure_optimizers returned {len(trainer.optimizers)}: "
@@ -72,6 +67,11 @@ class AttachExact(pl.Callback):
         if not 0 < steps < float("inf"):
             raise ValueError("AttachExact must know when training ends: write Trainer(max_epochs=…) or max_steps=….")
         self.attachment = attach(trainer.optimizers[0], find_loss(pl_module, self.loss), int(steps), **self._options)
+        if trainer.gradient_clip_val and self.attachment.normalizer is not None:  # on_exception takes the hooks off
+            raise ValueError(
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips what AttachExact normalises: "
+                "leave it out, or write AttachExact(normalize_gradient=False)."
+            )
         go_on(self.attachment, kept, trainer.global_step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -115,17 +115,18 @@ class AttachExact(TrainerCallback):
     ) -> None:
         """Attach; go on from a checkpoint where there is one."""
         self._detach()  # a training that was interrupted, or had too large a batch, has seen no on_train_end
-        if args.max_grad_norm > 0 and (self._options["normalize_gradient"] or self._options["recipe"]):
-            raise ValueError(
-                f"TrainingArguments(max_grad_norm={args.max_grad_norm:g}) clips what AttachExact normalises: "
-                "write max_grad_norm=0.0, or AttachExact(loss, normalize_gradient=False)."
-            )
         if smoothing := args.label_smoothing_factor:
             raise ValueError(
                 f"TrainingArguments(label_smoothing_factor={smoothing:g}) has no effect beside a compute_loss_func: "
                 f"write ExactLoss(label_smoothing={smoothing:g}) in its place."
             )
         self.attachment = attach(kwargs["optimizer"], self.loss, state.max_steps, **self._options)
+        if args.max_grad_norm > 0 and self.attachment.normalizer is not None:
+            self._detach()
+            raise ValueError(
+                f"TrainingArguments(max_grad_norm={args.max_grad_norm:g}) clips what AttachExact normalises: "
+                "write max_grad_norm=0.0, or AttachExact(loss, normalize_gradient=False)."
+            )
         callbacks = _stateful(state)
         kept = callbacks[_KEY]["attributes"] if _KEY in callbacks else None
         go_on(self.attachment, kept, state.global_step)
