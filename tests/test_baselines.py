@@ -108,7 +108,37 @@ def test_limits():
     torch.testing.assert_close(HingeLoss()(two, y), (1.0 - sign * f).clamp(min=0.0).mean())
     torch.testing.assert_close(HingeLoss(form="sum")(two, y), HingeLoss()(two, y))
     torch.testing.assert_close(SigmoidLoss(beta=2.0)(two, y), torch.sigmoid(-2.0 * sign * f).mean())
-    torch.testing.assert_close(BetaBernoulliLoss(prior_weight=0.0)(two, y), cross_entropy(two, y))
+    torch.testing.assert_close(BetaBernoulliLoss(prior_weight=1e-12)(two, y), cross_entropy(two, y))
+
+
+@pytest.mark.parametrize("prior", [0.5, 1e-20], ids=["half", "tiny"])
+@pytest.mark.parametrize("lead", [-300.0, -1e4, 300.0])
+def test_beta_bernoulli_far_away(lead, prior):
+    """Also where the logistic and w·θ are 0 in float32: -log(w·θ) far below, -log(1 - w) far above."""
+    loss, x = BetaBernoulliLoss(prior_weight=1e-30, prior=prior), torch.tensor([[lead, 0.0]], requires_grad=True)
+    value = loss(x, torch.tensor([0]))
+    value.backward()
+    logistic = math.exp(lead) if lead < 0 else 1.0
+    assert value.item() == pytest.approx(-math.log(1e-30 * prior + logistic), rel=1e-6)
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [
+        (HingeLoss(), "HingeLoss(margin=1.0, form='max')"),
+        (SigmoidLoss(beta=2), "SigmoidLoss(beta=2)"),
+        (PolynomialLoss(reduction="sum"), "PolynomialLoss(width=1.0, reduction='sum')"),
+        (
+            BetaBernoulliLoss(ignore_index=3),
+            "BetaBernoulliLoss(prior_weight=0.1, prior=0.5, gamma=1.0, ignore_index=3)",
+        ),
+        (Poly1CrossEntropyLoss(weight=torch.ones(2)), "Poly1CrossEntropyLoss(epsilon=1.0, weight of 2 classes)"),
+    ],
+    ids=["hinge", "sigmoid", "polynomial", "beta-bernoulli", "poly1"],
+)
+def test_a_loss_shows_its_numbers(loss, shown):
+    assert repr(loss) == shown
 
 
 @pytest.mark.parametrize("make", [SigmoidLoss, PolynomialLoss], ids=["sigmoid", "polynomial"])
@@ -124,7 +154,10 @@ def test_relaxations_become_the_error(make):
         (lambda: HingeLoss(margin=math.inf), "margin must be finite"),
         (lambda: SigmoidLoss(beta=0.0), "beta must be positive"),
         (lambda: PolynomialLoss(width=-1.0), "width must be positive"),
-        (lambda: BetaBernoulliLoss(prior_weight=1.0), "prior_weight must lie in"),
+        (lambda: HingeLoss(margin=-1), "margin must not be negative, got -1: write for example margin=1.0"),
+        (lambda: BetaBernoulliLoss(prior_weight=1.0), r"prior_weight must lie in \(0, 1\), got 1.0: .*=0.1"),
+        (lambda: BetaBernoulliLoss(prior_weight=0.0), r"prior_weight must lie in \(0, 1\), got 0.0: .*=0.1"),
+        (lambda: BetaBernoulliLoss(prior=0), r"prior must lie in \(0, 1\), got 0: .*=0.5"),
         (lambda: HingeLoss(reduction="max"), "reduction must be one of"),
         (lambda: HingeLoss()(X, X.softmax(-1)), "target must hold class indices here"),
     ],

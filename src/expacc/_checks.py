@@ -274,6 +274,20 @@ def check_fraction(name: str, value: Any, example: str) -> None:
         raise ValueError(f"{name} must lie in [0, 1), got {value!r}: write for example {name}={example}.")
 
 
+def check_inside(name: str, value: Any, example: str) -> None:
+    """Raise unless ``value`` lies in (0, 1)."""
+    check_number(name, value, example)
+    if not 0.0 < value < 1.0:
+        raise ValueError(f"{name} must lie in (0, 1), got {value!r}: write for example {name}={example}.")
+
+
+def check_not_negative(name: str, value: Any, example: str) -> None:
+    """Raise unless ``value`` is a finite number of at least 0."""
+    check_number(name, value, example)
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value!r}: write for example {name}={example}.")
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Raise unless ``optimizer`` is one whose steps use gradients that are there before."""
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -1,10 +1,12 @@
 r"""The competitors: other losses for classification, with the conventions of ``CrossEntropyLoss`` and `ExactLoss`.
 
 Each is a function of a sample's gaps d_i = x_y - x_i, or of its probability p = softmax(x)_y. `weight`,
-`ignore_index` and `reduction` are as in ``torch.nn.CrossEntropyLoss``; an empty mean is 0. Class indices only.
+`ignore_index` and `reduction` are as in ``torch.nn.CrossEntropyLoss``; an empty mean is 0. Targets are class indices;
+`GeneralizedCrossEntropyLoss`, an `ExactLoss`, takes class probabilities too.
 """
 
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ class _Baseline(nn.Module):
     """Checks, ignored targets, weights and the reduction; a subclass says what a sample's loss is."""
 
     weight: Tensor | None
+    numbers: ClassVar[tuple[str, ...]] = ()  # the attributes that a subclass adds, as its repr shows them
 
     def __init__(
         self, *, weight: Tensor | None = None, ignore_index: int = -100, reduction: Reduction = "mean"
@@ -55,6 +58,17 @@ class _Baseline(nn.Module):
         """Return the loss (...) of rows x (..., C) with targets y (..., 1)."""
         raise NotImplementedError
 
+    def extra_repr(self) -> str:
+        """Show the loss's own numbers, and what else differs from the defaults."""
+        shown = [f"{name}={getattr(self, name)!r}" for name in self.numbers]
+        if self.weight is not None:
+            shown.append(f"weight of {len(self.weight)} classes")
+        if self.ignore_index != -100:
+            shown.append(f"ignore_index={self.ignore_index}")
+        if self.reduction != "mean":
+            shown.append(f"reduction={self.reduction!r}")
+        return ", ".join(shown)
+
 
 def _gaps(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return d_i = x_y - x_i (..., C) and a mask of the competitors."""
@@ -76,9 +90,11 @@ class HingeLoss(_Baseline):
     tensor(0.5000)
     """
 
+    numbers = ("margin", "form")
+
     def __init__(self, *, margin: float = 1.0, form: str = "max", **options: Any) -> None:
         super().__init__(**options)
-        _checks.check_number("margin", margin, "1.0")
+        _checks.check_not_negative("margin", margin, "1.0")
         _checks.check_choice("form", form, ("max", "sum"))
         self.margin, self.form = margin, form
 
@@ -102,6 +118,8 @@ class SigmoidLoss(_Baseline):
     tensor(0.5000)
     """
 
+    numbers = ("beta",)
+
     def __init__(self, *, beta: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
         _checks.check_number("beta", beta, "1.0", positive=True)
@@ -114,8 +132,8 @@ class SigmoidLoss(_Baseline):
 class PolynomialLoss(_Baseline):
     r"""The cubic relaxation of the 0-1 error: a smooth step from 1 at a lead of -w to 0 at a lead of w.
 
-    With t = d/w in [-1, 1]: (2 - 3t + t³)/4; outside, 1 or 0. Nguyen and Sanner, ICML 2013, smooth the 0-1 loss by such
-    polynomials and narrow w as they go.
+    With t = d/w in [-1, 1]: (2 - 3t + t³)/4, the one cubic that joins 1 and 0 without a kink; outside, 1 or 0. w → 0 is
+    the 0-1 error. After the smooth relaxations of Nguyen and Sanner, ICML 2013.
 
     Args:
         width: w > 0.
@@ -124,6 +142,8 @@ class PolynomialLoss(_Baseline):
     >>> PolynomialLoss(width=2.0)(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
     tensor(0.1562)
     """
+
+    numbers = ("width",)
 
     def __init__(self, *, width: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
@@ -153,6 +173,8 @@ class Poly1CrossEntropyLoss(_Baseline):
     >>> Poly1CrossEntropyLoss(epsilon=2.0)(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))
     tensor(1.6931)
     """
+
+    numbers = ("epsilon",)
 
     def __init__(self, *, epsilon: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
@@ -198,13 +220,17 @@ class BetaBernoulliLoss(_Baseline):
     tensor(0.6931)
     """
 
+    numbers = ("prior_weight", "prior", "gamma")
+
     def __init__(self, *, prior_weight: float = 0.1, prior: float = 0.5, gamma: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
-        _checks.check_fraction("prior_weight", prior_weight, "0.1")
-        _checks.check_fraction("prior", prior, "0.5")
+        _checks.check_inside("prior_weight", prior_weight, "0.1")
+        _checks.check_inside("prior", prior, "0.5")
         _checks.check_number("gamma", gamma, "1.0", positive=True)
         self.prior_weight, self.prior, self.gamma = prior_weight, prior, gamma
 
     def _of_rows(self, x: Tensor, y: Tensor) -> Tensor:
-        step = torch.sigmoid(self.gamma * _lead(x, y))
-        return -torch.log(self.prior_weight * self.prior + (1.0 - self.prior_weight) * step)
+        # In logs: at a lead of -300 the logistic is 0 in float32, and a tiny w·θ with it.
+        own = torch.nn.functional.logsigmoid(self.gamma * _lead(x, y)) + math.log1p(-self.prior_weight)
+        prior = math.log(self.prior_weight) + math.log(self.prior)
+        return -torch.logaddexp(own, torch.full_like(own, prior))
