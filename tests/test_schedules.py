@@ -1,8 +1,10 @@
 """Schedules of σ and q: their values, their state, and what cannot be meant."""
 
 import itertools
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,7 +66,7 @@ def test_constant(kind):
 
 
 @pytest.mark.parametrize("kind", MOVING)
-def test_state_goes_on_in_a_new_process(kind, tmp_path):
+def test_goes_on_bit_for_bit_from_its_state(kind, tmp_path):
     """Plain numbers, loaded with weights_only, and the same bits from there on."""
     one, other = ExactLoss(), ExactLoss()
     schedule = kind(one, 3.0, 0.5, total_steps=7)
@@ -83,6 +85,23 @@ def test_a_state_of_something_else_is_refused():
     schedule = LinearSigma(ExactLoss(), 1.0, 0.5, total_steps=3)
     with pytest.raises(KeyError, match="state of LinearSigma has 'x'; it needs 'start', 'end', "):
         schedule.load_state_dict({"x": 1})
+    with pytest.raises(KeyError, match="state of LinearSigma has nothing; it needs 'start', 'end', "):
+        schedule.load_state_dict({})
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    """And the state stays plain: JSON knows none of NumPy's."""
+    schedule = LinearSigma(ExactLoss(), 3.0, 1.0, np.int64(4), last_epoch=np.int32(2))
+    assert json.loads(json.dumps(schedule.state_dict()))["last_epoch"] == 2
+    assert json.loads(json.dumps(schedule.plan()))["total_steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(LinearPower, "linear"), (CosineSigma, "cosine"), (ExponentialSigma, "exponential")]
+)
+def test_plan(kind, name):
+    assert kind(ExactLoss(), 2, 1, total_steps=5).plan() == {"kind": name, "start": 2.0, "end": 1.0, "total_steps": 5}
+    assert ConstantSigma(ExactLoss(), 2).plan()["kind"] == "constant"
 
 
 def test_moves_where_it_is():
@@ -109,6 +128,9 @@ def test_shows_itself():
         (lambda: LinearPower(ExactLoss(), math.nan, 1, 3), ValueError, "start must be finite, got nan"),
         (lambda: LinearSigma(ExactLoss(), 1, 1, 0), ValueError, "total_steps must be positive, got 0: write"),
         (lambda: LinearSigma(ExactLoss(), 1, 1, 2.5), TypeError, "total_steps must be an integer, got 2.5: write"),
+        (lambda: LinearSigma(ExactLoss(), 1, 1, True), TypeError, "total_steps must be an integer, got True: write"),
+        (lambda: LinearSigma(ExactLoss(), 1, 1, 3, 2.5), TypeError, "last_epoch must be an integer, got 2.5: write"),
+        (lambda: LinearSigma(ExactLoss(), 1, 1, 3, -2), ValueError, "last_epoch must be at least -1, got -2: write"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant(make, error, message):

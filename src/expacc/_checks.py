@@ -1,6 +1,7 @@
 """Every check on user input, and every message. A message names the argument, says what arrived and what to write."""
 
 import math
+import operator
 from collections.abc import Collection
 from typing import Any, NoReturn
 
@@ -244,12 +245,30 @@ def as_state(name: str, value: Any, *, positive: bool = False) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def check_steps(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}: write for example {name}=len(loader) * epochs.")
-    if value <= 0:
+def check_steps(name: str, value: Any) -> int:
+    """Return a positive whole number, NumPy's too, as Python's own; raise where it is none."""
+    steps = as_whole(name, value, "len(loader) * epochs")
+    if steps <= 0:
         raise ValueError(f"{name} must be positive, got {value}: write for example {name}=len(loader) * epochs.")
+    return steps
+
+
+def check_epoch(name: str, value: Any) -> int:
+    """Return a whole number of at least -1, as the schedulers of torch begin."""
+    epoch = as_whole(name, value, "-1 (begin)")
+    if epoch < -1:
+        raise ValueError(f"{name} must be at least -1, got {value}: write for example {name}=-1 (begin).")
+    return epoch
+
+
+def as_whole(name: str, value: Any, example: str) -> int:
+    """Return a whole number as Python's own; raise where it is none."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an integer, got {value!r}: write for example {name}={example}.")
 
 
 def check_scheduled(loss: Any, attribute: str) -> None:
@@ -321,6 +340,5 @@ def check_unclipped(optimizer: torch.optim.Optimizer) -> None:
 def check_keys(what: str, given: Any, wanted: Any) -> None:
     """Raise unless a state has exactly the keys that this class saves."""
     if set(given) != set(wanted):
-        raise KeyError(
-            f"the state of {what} has {', '.join(map(repr, given))}; it needs {', '.join(map(repr, wanted))}."
-        )
+        has, needs = (", ".join(map(repr, keys)) or "nothing" for keys in (given, wanted))
+        raise KeyError(f"the state of {what} has {has}; it needs {needs}.")

@@ -27,17 +27,17 @@ class Schedule:
     """
 
     attribute: ClassVar[str]
+    kind: ClassVar[str]
 
     def __init__(self, loss: Any, start: float, end: float, total_steps: int, last_epoch: int = -1) -> None:
         _checks.check_scheduled(loss, self.attribute)
-        _checks.check_steps("total_steps", total_steps)
+        self.total_steps = _checks.check_steps("total_steps", total_steps)
+        self.last_epoch = max(_checks.check_epoch("last_epoch", last_epoch), 0)
         positive = self.attribute == "sigma" or self._needs_positive()
         _checks.check_number("start", start, "10.0", positive=positive)
         _checks.check_number("end", end, "1.0", positive=positive)
         self.loss = loss
         self.start, self.end = float(start), float(end)
-        self.total_steps = total_steps
-        self.last_epoch = max(last_epoch, 0)
         self._apply()
 
     def step(self) -> None:
@@ -55,6 +55,15 @@ class Schedule:
         if step <= 0:
             return self.start
         return self.end if step >= self.total_steps else self._curve(step / self.total_steps)
+
+    def plan(self) -> dict[str, str | int | float]:
+        """Return the curve in plain words and numbers; what it has done of it so far is the state.
+
+        >>> from expacc import ExactLoss
+        >>> LinearSigma(ExactLoss(), 3, 1, total_steps=4).plan()
+        {'kind': 'linear', 'start': 3.0, 'end': 1.0, 'total_steps': 4}
+        """
+        return {"kind": self.kind, "start": self.start, "end": self.end, "total_steps": self.total_steps}
 
     def state_dict(self) -> dict[str, int | float]:
         """Return the state in plain numbers; the loss is not part of it."""
@@ -110,6 +119,8 @@ class _OfPower(Schedule):
 
 
 class _Exponential(Schedule):
+    kind = "exponential"
+
     def _curve(self, part: float) -> float:
         return self.start * (self.end / self.start) ** part
 
@@ -119,11 +130,15 @@ class _Exponential(Schedule):
 
 
 class _Linear(Schedule):
+    kind = "linear"
+
     def _curve(self, part: float) -> float:
         return self.start + (self.end - self.start) * part
 
 
 class _Cosine(Schedule):
+    kind = "cosine"
+
     def _curve(self, part: float) -> float:
         return self.end + (self.start - self.end) * (1.0 + math.cos(math.pi * part)) / 2.0
 
@@ -153,6 +168,8 @@ class CosinePower(_Cosine, _OfPower):
 
 
 class _Constant(Schedule):
+    kind = "constant"
+
     def __init__(self, loss: Any, value: float, total_steps: int = 1, last_epoch: int = -1) -> None:
         super().__init__(loss, value, value, total_steps, last_epoch)
 
