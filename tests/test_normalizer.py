@@ -1,9 +1,14 @@
 """The gradient normaliser: its arithmetic, what leaves no trace, scalers, groups, sparse gradients, its state."""
 
 import math
+import warnings
 
 import pytest
 import torch
+from pytorch_optimizer import LBFGS as OtherLBFGS
+from pytorch_optimizer import SAM
+from torch import distributed
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from expacc import GradientNormalizer
 
@@ -76,6 +81,41 @@ def test_missing_and_zero_gradients():
     b.grad = torch.full((3,), 1e-6)
     fresh.optimizer.step()
     torch.testing.assert_close(b.grad, torch.full((3,), 1e-3))  # divided by the floor, not by its norm
+
+
+@pytest.mark.parametrize("zeros", [(0,), (1,), (0, 1, 3)], ids=["first", "second", "several"])
+def test_a_gradient_of_zero_leaves_no_trace(zeros):
+    (w,) = weights(2)
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    normalizer = GradientNormalizer(optimizer)
+    for k in range(5):
+        w.data.zero_()
+        w.grad = torch.zeros(2) if k in zeros else torch.tensor([3.0, 4.0])
+        optimizer.step()
+        norm = float(w.detach().norm())
+        assert norm == pytest.approx(0.0 if k in zeros else 1.0, rel=1e-6)
+    assert normalizer.mean == pytest.approx(5.0, rel=1e-6)
+
+
+def test_the_norm_has_the_widest_dtype_of_all_parameters():
+    """Whatever comes first: 1e40 is an inf in float32."""
+    narrow, wide = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    normalizer = GradientNormalizer(torch.optim.SGD([narrow, wide], lr=1.0))
+    narrow.grad, wide.grad = torch.ones(2), torch.tensor([3e40, 4e40], dtype=torch.float64)
+    normalizer.optimizer.step()
+    assert normalizer.mean == pytest.approx(5e40, rel=1e-12)
+    torch.testing.assert_close(wide.data, torch.tensor([-0.6, -0.8], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [1e20, 1e-25], ids=["large", "tiny"])
+def test_what_float32_cannot_square_passes_unchanged(size):
+    """As the docstring says."""
+    (w,) = weights(2)
+    normalizer = GradientNormalizer(torch.optim.SGD([w], lr=1.0))
+    w.grad = torch.full((2,), size)
+    normalizer.optimizer.step()
+    torch.testing.assert_close(w.data, torch.full((2,), -size))
+    assert normalizer.mean is None
 
 
 def test_sparse_gradients_count_what_they_add_up_to():
@@ -202,6 +242,7 @@ def test_detached_it_does_nothing():
     (w,) = weights(2)
     optimizer = torch.optim.SGD([w], lr=1.0)
     GradientNormalizer(optimizer).detach()
+    GradientNormalizer(optimizer).detach()  # and makes room for another
     w.grad = torch.tensor([3.0, 4.0])
     optimizer.step()
     assert w.data.tolist() == [-3.0, -4.0]
@@ -223,12 +264,44 @@ def _empty() -> torch.optim.Optimizer:
     return optimizer
 
 
+def _twice() -> None:
+    optimizer = torch.optim.SGD(weights(1), lr=1.0)
+    GradientNormalizer(optimizer)
+    GradientNormalizer(optimizer)
+
+
+def _inside_and_outside() -> None:
+    optimizer = SAM(weights(1), torch.optim.SGD, lr=1.0)
+    GradientNormalizer(optimizer.base_optimizer)
+    GradientNormalizer(optimizer)
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["use_orig_params", "flat"])
+def test_fsdp1_is_refused(original, tmp_path):
+    """Every rank would divide by the norm of its own shard."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about its own future
+            model = FullyShardedDataParallel(
+                torch.nn.Linear(3, 2), device_id=torch.device("cpu"), use_orig_params=original
+            )
+        with pytest.raises(ValueError, match=r"of FullyShardedDataParallel \(FSDP1\).* Write fully_shard\(model\)"):
+            GradientNormalizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: GradientNormalizer("sgd"), TypeError, "must be a torch.optim.Optimizer, got str"),
         (lambda: GradientNormalizer(_scheduler()), TypeError, "got StepLR. .* write scheduler.optimizer"),
         (lambda: GradientNormalizer(torch.optim.LBFGS(weights(1))), TypeError, "must not be LBFGS"),
+        (lambda: GradientNormalizer(OtherLBFGS(weights(1))), TypeError, "must not be LBFGS: it asks .* Write SGD or"),
+        (lambda: GradientNormalizer(SAM(weights(1), OtherLBFGS)), TypeError, "must not be LBFGS"),
+        (_twice, ValueError, r"gradients of this SGD are normalised already, .* Call the other's detach\(\), or write"),
+        (_inside_and_outside, ValueError, "gradients of this SGD are normalised already"),
         (lambda: GradientNormalizer(_empty()), ValueError, "has no parameters: make it with model.parameters"),
         (lambda: GradientNormalizer(_clipping()), ValueError, "SGD clips gradients .max_grad_norm=1., .* write"),
         (lambda: GradientNormalizer(torch.optim.SGD(weights(1)), 1.0), ValueError, r"smoothing must lie in \[0"),

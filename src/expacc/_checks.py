@@ -314,10 +314,10 @@ def check_optimizer(optimizer: Any) -> None:
         if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
             hint = " The optimizer comes first, the scheduler after it: write scheduler.optimizer."
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.{hint}")
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if any("LBFGS" in cls.__name__ for cls in type(optimizer).__mro__):  # other libraries have their own
         raise TypeError(
-            "optimizer must not be LBFGS: it asks for gradients within its step, after the hooks have run. "
-            "Write SGD or Adam; for a linear model see ExactClassifier."
+            f"optimizer must not be {type(optimizer).__name__}: it asks for gradients within its step, after the hooks "
+            "have run. Write SGD or Adam; for a linear model see ExactClassifier."
         )
     if not any(group["params"] for group in optimizer.param_groups):
         raise ValueError("optimizer has no parameters: make it with model.parameters() first.")
@@ -326,15 +326,34 @@ def check_optimizer(optimizer: Any) -> None:
 _CLIPS = ("max_grad_norm", "clip_grad_norm", "max_norm", "gradient_clip_val", "clip_value")
 
 
-def check_unclipped(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where the optimizer clips gradients itself."""
+def check_normalizable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where the optimizer clips gradients itself, or where one process cannot know their norm."""
     for group in optimizer.param_groups:
+        if any(map(_is_flat_shard, group["params"])):
+            raise ValueError(
+                "optimizer holds parameters of FullyShardedDataParallel (FSDP1), whose shards do not say that they "
+                "are shards: every rank would divide by a norm of its own. Write fully_shard(model) (FSDP2), or "
+                "attach(…, normalize_gradient=False)."
+            )
         for name in _CLIPS:
             if isinstance(value := group.get(name), int | float) and value > 0:
                 raise ValueError(
                     f"{type(optimizer).__name__} clips gradients ({name}={value:g}), and a normalised gradient has "
                     f"norm about 1: write {name}=0, or normalize_gradient=False."
                 )
+
+
+def _is_flat_shard(parameter: Any) -> bool:
+    """Say whether FSDP1 made this parameter: its own, or with use_orig_params=True the one that looks like before."""
+    return getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False)
+
+
+def refuse_second_normalizer(optimizer: torch.optim.Optimizer) -> NoReturn:
+    """Raise: what is divided by its norm already would be divided by 1, and the first would see the second's work."""
+    raise ValueError(
+        f"the gradients of this {type(optimizer).__name__} are normalised already, by a GradientNormalizer or by "
+        "attach: keep one. Call the other's detach(), or write attach(…, normalize_gradient=False)."
+    )
 
 
 def check_keys(what: str, given: Any, wanted: Any) -> None:

@@ -5,10 +5,12 @@ paper divides it by a running mean, exponentially smoothed with 0.9. With n_k th
 
     μ_1 = n_1,    μ_k = 0.9·μ_{k-1} + 0.1·n_k,    g ← g/max(μ_k, floor).
 
-It is not a clip: the direction stays, and so does a step that is larger or smaller than its neighbours.
+A gradient that is exactly 0 says nothing of the scale of the others: it leaves μ as it is. It is not a clip: the
+direction stays, and so does a step that is larger or smaller than its neighbours.
 """
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from expacc import _checks
+
+_AT_WORK: "WeakSet[GradientNormalizer]" = WeakSet()
 
 
 def real_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -30,12 +34,29 @@ def real_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def check_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the real optimizer; raise where it, or what wraps it, is none."""
+    _checks.check_optimizer(optimizer)
+    inner = real_optimizer(optimizer)
+    _checks.check_optimizer(inner)
+    return inner
+
+
+def check_normalizable(optimizer: Optimizer) -> None:
+    """Raise where a real optimizer's gradients cannot be normalised, or are already."""
+    _checks.check_normalizable(optimizer)
+    if any(each.optimizer is optimizer for each in _AT_WORK):
+        _checks.refuse_second_normalizer(optimizer)
+
+
 class GradientNormalizer:
     """Divide an optimizer's gradients by the running mean of their norm, in its own step.
 
     It hooks into ``optimizer.step``, so the loop keeps its lines. The norm is that of all gradients of all parameter
     groups together; under DDP every rank computes the same one, under FSDP2 it is that of all shards. The host waits
-    for nothing. A step whose gradient holds an inf or a NaN passes unchanged and leaves no trace in the mean.
+    for nothing. A step whose gradient holds an inf or a NaN passes unchanged and leaves no trace in the mean; nor does
+    one whose gradient is exactly 0, where nothing was to be learned. The norm is taken in float32 (float64 if a
+    parameter is): above 1e19 its square overflows and counts as an inf, below 1e-23 it underflows and counts as a 0.
 
     Under a GradScaler the mean is that of unscaled gradients: ``scaler.step`` unscales before the hook runs, and an
     optimizer with ``fused=True``, which is handed scaled ones, says by how much.
@@ -47,7 +68,8 @@ class GradientNormalizer:
 
     Raises:
         TypeError: not a torch optimizer, or one that asks for gradients within its step (LBFGS).
-        ValueError: the optimizer has no parameters or clips gradients itself; a number out of its range.
+        ValueError: the optimizer has no parameters, clips gradients itself, holds FSDP1's, or has a normaliser
+            already; a number out of its range.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -59,14 +81,15 @@ class GradientNormalizer:
     """
 
     def __init__(self, optimizer: Optimizer, smoothing: float = 0.9, floor: float = 1e-12) -> None:
-        _checks.check_optimizer(optimizer)
+        inner = check_optimizer(optimizer)
         _checks.check_fraction("smoothing", smoothing, "0.9")
         _checks.check_number("floor", floor, "1e-12", positive=True)
-        self.optimizer = real_optimizer(optimizer)
-        _checks.check_unclipped(self.optimizer)
+        check_normalizable(inner)
+        self.optimizer = inner
         self.smoothing, self.floor = float(smoothing), float(floor)
         self._mean: Tensor | float | None = None  # a float between loading and the next step
         self._handle = self.optimizer.register_step_pre_hook(self._before_step)
+        _AT_WORK.add(self)
 
     @property
     def mean(self) -> float | None:
@@ -77,6 +100,7 @@ class GradientNormalizer:
     def detach(self) -> None:
         """Take the hook off the optimizer."""
         self._handle.remove()
+        _AT_WORK.discard(self)
 
     def state_dict(self) -> dict[str, float | None]:
         """Return the state in plain numbers. On a GPU this waits for the device."""
@@ -116,14 +140,14 @@ class GradientNormalizer:
         scale = getattr(optimizer, "grad_scale", None)  # what a fused optimizer's gradients are still multiplied by
         if scale is not None:
             norm = norm / scale.to(norm.device)
-        finite = torch.isfinite(norm)
+        counts = torch.isfinite(norm) & (norm > 0)
         # NaN stands for "no step yet": whether there was one must not be asked of the device.
         old = self._mean
         if not isinstance(old, Tensor):
             old = torch.full_like(norm, torch.nan if old is None else old)
         new = torch.where(torch.isnan(old), norm, self.smoothing * old + (1.0 - self.smoothing) * norm)
-        self._mean = torch.where(finite, new, old)
-        factor = torch.where(finite, 1.0 / new.clamp(min=self.floor), 1.0)
+        self._mean = torch.where(counts, new, old)
+        factor = torch.where(counts, 1.0 / new.clamp(min=self.floor), 1.0)
         for part in _alike([_local(grad) for grad in grads]):
             _multiply(part, factor)
 
@@ -159,7 +183,9 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
         dtype = torch.promote_types(part[0].dtype, torch.float32)
         each = torch._foreach_norm(part, 2.0, dtype)  # pyright: ignore[reportPrivateImportUsage]
         norms.append(torch.stack(each))
-    wide = torch.promote_types(norms[0].dtype, torch.float32)
+    wide = torch.float32
+    for norm in norms:
+        wide = torch.promote_types(wide, norm.dtype)
     return torch.linalg.vector_norm(torch.cat([norm.to(norms[0].device, wide) for norm in norms]))
 
 
