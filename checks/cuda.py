@@ -7,13 +7,16 @@ Every check is one row of the record; the exit code is 1 if any failed.
 import argparse
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from expacc.attachment import attach
+from expacc.attachment import Attachment, attach
+from expacc.collapse import look
 from expacc.functional import argmax_probabilities, exact_loss, log_expected_accuracy
 from expacc.losses import ExactLoss
 from expacc.studies.records import Record, begin_record
@@ -114,9 +117,21 @@ def waits_for_nothing() -> float:
     return float(len(losses))
 
 
+def count_looks(attachment: Attachment) -> list[float]:
+    """Return a list that takes what the watch over sigma reads, look by look."""
+    read, judge = [], attachment.watch.judge
+
+    def noted(seen: Any, found: Any) -> None:
+        read.append(found.valid)
+        judge(seen, found)
+
+    attachment.watch.judge = noted
+    return read
+
+
 @check
 def attached_waits_for_nothing() -> float:
-    """A step with σ falling and the gradient normalised waits for nothing, also fused, also with a fused scaler."""
+    """A step with σ falling, watched, and the gradient normalised waits for nothing, also fused, also with a scaler."""
     logits, target = (part.cuda() for part in rows(torch.float32))
     inputs = logits.clone()
     steps = 0
@@ -124,7 +139,8 @@ def attached_waits_for_nothing() -> float:
         model = torch.nn.Linear(10, 10).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
         loss, scaler = ExactLoss(power=1, margin=0.5).cuda(), torch.amp.GradScaler("cuda", enabled=scaled)
-        attachment = attach(optimizer, loss, total_steps=1000)
+        attachment = attach(optimizer, loss, total_steps=50)  # few enough for the watch to look at every step
+        looks = count_looks(attachment)
         for k in range(8):
             if k == 2:
                 torch.cuda.synchronize()
@@ -137,6 +153,7 @@ def attached_waits_for_nothing() -> float:
             torch.cuda.set_sync_debug_mode("error" if k >= 2 else "default")
             steps += 1
         torch.cuda.set_sync_debug_mode("default")
+        require(len(looks) >= 2, f"the watch over sigma has looked {len(looks)} times in 8 steps")
         mean = attachment.normalizer.mean if attachment.normalizer else None
         require(mean is not None and 0 < mean < 10, f"the mean of the norm is {mean}")
         require(attachment.schedules["sigma"].last_epoch == 8, "a step did not count")
@@ -172,6 +189,28 @@ def same_bits_twice() -> float:
     second = evaluate("cuda", torch.float32, 1000, {})
     require(all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "two runs differ")
     return 0.0
+
+
+@check
+def finds_a_collapse() -> float:
+    """The watch over sigma reports a collapse from the GPU, and the numbers are the CPU's."""
+    logits, target = rows(torch.float32)
+    loss = ExactLoss(power=1, sigma=1e-3)
+    there = look(loss, logits, target)
+    here = look(loss.cuda(), logits.cuda(), target.cuda()).cpu()
+    require(torch.allclose(here, there, rtol=1e-6), f"{here.tolist()} and {there.tolist()}")
+    model = torch.nn.Linear(10, 10).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    attach(optimizer, loss, total_steps=50, sigma=(1e-4, 1e-4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            loss(model(logits.cuda()), target.cuda()).backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+    words = [str(each.message) for each in caught]
+    require(len(words) == 1 and "has collapsed" in words[0], f"the watch said {words}")
+    return float(here[1])
 
 
 @check

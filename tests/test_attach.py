@@ -230,33 +230,6 @@ def test_past_its_end_it_warns_once():
     assert warning.startswith("the optimizer has made step 3 and total_steps is 2: sigma stays 1 from here on.")
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-def test_a_collapsed_sigma_warns_once_with_numbers(normalize):
-    model, loss = network(), ExactLoss(power=1, normalize=normalize)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    attach(optimizer, loss, total_steps=20, sigma=(1.0, 1e-7))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(20):
-            loss(model(X), Y).backward()
-            optimizer.step()
-    (warning,) = [str(w.message) for w in caught]
-    assert "has collapsed: in batch" in warning
-    assert "100.0% of the samples had no gradient" in warning
-
-
-def test_a_working_sigma_does_not_warn():
-    model, loss = network(), ExactLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attach(optimizer, loss, total_steps=20)
-    for step in range(20):
-        optimizer.zero_grad()
-        x, y = batch(step)
-        loss(model(x), y).backward()
-        optimizer.step()
-    assert float(loss.sigma) == 1.0
-
-
 def _attach(**options):
     options = {"optimizer": torch.optim.SGD(network().parameters()), "loss": ExactLoss(), "total_steps": 5} | options
     return attach(options.pop("optimizer"), options.pop("loss"), options.pop("total_steps"), **options)

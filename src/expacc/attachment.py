@@ -11,13 +11,10 @@ import warnings
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from expacc import _checks
-from expacc.functional import exact_loss
-from expacc.losses import ExactLoss
+from expacc.collapse import CollapseWatch
 from expacc.normalizer import GradientNormalizer, real_optimizer
 from expacc.schedules import (
     CosinePower,
@@ -63,16 +60,16 @@ class Attachment:
         if power is not None:
             self.schedules["power"] = _POWER[schedule](loss, *power, total_steps=total_steps)
         self.normalizer = GradientNormalizer(optimizer) if normalize_gradient else None
-        self._steps = 0
+        self.steps = 0
         self._handle = real_optimizer(optimizer).register_step_post_hook(self._after_step)
-        self._watch = CollapseWatch(loss, total_steps)
+        self.watch = CollapseWatch(loss, total_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything attached, in plain types; on a GPU this waits for the device."""
         return {
             "schedules": {name: each.state_dict() for name, each in self.schedules.items()},
             "normalizer": None if self.normalizer is None else self.normalizer.state_dict(),
-            "steps": self._steps,
+            "steps": self.steps,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -93,24 +90,25 @@ class Attachment:
             each.load_state_dict(schedules[name])
         if self.normalizer is not None:
             self.normalizer.load_state_dict(normalizer)
-        self._steps = state_dict["steps"]
+        self.steps = self.watch.step = state_dict["steps"]
 
     def detach(self) -> None:
         """Take every hook off; the loss keeps the σ and q it has."""
         self._handle.remove()
-        self._watch.detach()
+        self.watch.detach()
         if self.normalizer is not None:
             self.normalizer.detach()
         if _ATTACHED.get(self.optimizer) is self:
             del _ATTACHED[self.optimizer]
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._steps += 1
+        self.steps += 1
         for each in self.schedules.values():
             each.step()
-        if self._steps == self.total_steps + 1:
+        self.watch.after_step(self.steps)
+        if self.steps == self.total_steps + 1:
             warnings.warn(
-                f"the optimizer has made step {self._steps} and total_steps is {self.total_steps}: "
+                f"the optimizer has made step {self.steps} and total_steps is {self.total_steps}: "
                 f"{self._describe()} from here on. Write the number of optimizer steps of the whole training.",
                 UserWarning,
                 stacklevel=2,
@@ -118,63 +116,6 @@ class Attachment:
 
     def _describe(self) -> str:
         return " and ".join(f"{name} stays {each.end:g}" for name, each in self.schedules.items()) or "nothing moves"
-
-
-class CollapseWatch:
-    """Warn once where σ has collapsed: nearly no sample of a batch has a gradient any more.
-
-    A look costs one more evaluation of the loss and is taken some 50 times in a training. What it found is read at the
-    next look, when a GPU has long finished: the host does not wait for it.
-    """
-
-    LOOKS = 50
-    DEAD = 1e-7  # largest |∂ℓ/∂m| of a sample that counts as none; it is about 0.3 where the decision is open
-    SHARE = 0.99
-
-    def __init__(self, loss: Any, total_steps: int) -> None:
-        self._every = max(1, total_steps // self.LOOKS)
-        self._calls, self._warned = 0, False
-        self._found: tuple[Tensor, float, int] | None = None
-        self._handle = loss.register_forward_hook(self._look) if isinstance(loss, ExactLoss) else None
-
-    def detach(self) -> None:
-        """Take the hook off the loss."""
-        if self._handle is not None:
-            self._handle.remove()
-
-    def _look(self, loss: ExactLoss, args: tuple[Any, ...], output: Tensor) -> None:
-        if torch.compiler.is_compiling() or self._warned:
-            return
-        self._calls += 1
-        if self._calls % self._every or (output.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        self._report()
-        self._found = share_without_gradient(loss, args[0], args[1], self.DEAD), float(loss.sigma), self._calls
-
-    def _report(self) -> None:
-        if self._found is None or float(self._found[0]) < self.SHARE:
-            return
-        self._warned = True
-        share, sigma, calls = self._found
-        warnings.warn(
-            f"sigma = {sigma:g} has collapsed: in batch {calls}, {float(share):.1%} of the samples had no gradient "
-            f"(below {self.DEAD:g}). Nothing more is learned from here on: let sigma end higher, or use fewer steps.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def share_without_gradient(loss: ExactLoss, logits: Tensor, target: Tensor, least: float) -> Tensor:
-    """Return which share of the samples has |∂ℓ/∂m_i| below `least` for every competitor, 0-dim."""
-    with torch.enable_grad():
-        x = logits.detach().float().requires_grad_()
-        value = exact_loss(
-            x, target, loss.sigma, margin=loss.margin, power=loss.power, noise=loss.noise, normalize=loss.normalize,
-            ignore_index=loss.ignore_index, reduction="sum",
-        )  # fmt: skip
-        (slope,) = torch.autograd.grad(value, x)
-    unit = x.detach().std() if loss.normalize else 1.0
-    return (slope.abs().amax(min(1, slope.ndim - 1)) * loss.sigma.to(x.device) * unit < least).double().mean()
 
 
 def attach(
