@@ -280,10 +280,26 @@ def check_scheduled(loss: Any, attribute: str) -> None:
         )
 
 
-def check_ends(name: str, ends: Any) -> None:
-    """Raise unless ``ends`` is None or a pair."""
-    if ends is not None and not (isinstance(ends, tuple | list) and len(ends) == 2):
+def check_ends(name: str, ends: Any, schedule: str) -> None:
+    """Raise unless ``ends`` is None or two numbers between which the schedule can move."""
+    if ends is None:
+        return
+    if not (isinstance(ends, tuple | list) and len(ends) == 2):
         raise TypeError(f"{name} must be a pair (first, last) or None, got {ends!r}: write for example {name}=(10, 1).")
+    if any(isinstance(end, bool) or not isinstance(end, int | float) for end in ends):
+        raise TypeError(
+            f"{name} must be a pair of numbers (first, last), got {ends!r}: write for example {name}=(10, 1), or "
+            "float(…) of NumPy's."
+        )
+    positive = name == "sigma"
+    if not all(math.isfinite(end) for end in ends) or (positive and min(ends) <= 0):
+        kind = "positive and finite" if positive else "finite"
+        raise ValueError(f"{name} must be {kind} at both ends, got {ends!r}: write for example {name}=(10, 1).")
+    if schedule == "exponential" and min(ends) <= 0:
+        raise ValueError(
+            f"{name}={ends!r} cannot be reached exponentially, by factors: write schedule='linear' or 'cosine', or two "
+            "positive ends."
+        )
 
 
 def check_fraction(name: str, value: Any, example: str) -> None:
@@ -346,6 +362,34 @@ def check_normalizable(optimizer: torch.optim.Optimizer) -> None:
 def _is_flat_shard(parameter: Any) -> bool:
     """Say whether FSDP1 made this parameter: its own, or with use_orig_params=True the one that looks like before."""
     return getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False)
+
+
+def refuse_second_attachment(optimizer: Any, same_loss: bool) -> NoReturn:
+    """Raise: σ would move twice a step, or the gradient be normalised twice."""
+    cure = "call its detach() first, or attach once."
+    if not same_loss:
+        cure = (
+            "for both to follow one schedule, make them one ExactLoss and call it twice; otherwise move the second by "
+            "hand, ExponentialSigma(loss, 10, 1, total_steps) and its step() after optimizer.step()."
+        )
+    whose = "" if same_loss else ", to another loss"
+    raise ValueError(f"this {type(optimizer).__name__} has an attachment already{whose}: {cure}")
+
+
+def refuse_second_mover(name: str, optimizer: Any, step: int, total_steps: int) -> NoReturn:
+    """Raise: two attachments would write one number in turns."""
+    raise ValueError(
+        f"this loss's {name} is moved already, by the attachment to {type(optimizer).__name__} (step {step} of "
+        f"{total_steps}): call that one's detach() first, or leave it the {name} and write attach(…, {name}=None) here."
+    )
+
+
+def refuse_recipe_power(recipe: str, power: Any) -> NoReturn:
+    """Raise: what the recipe sets would be moved at once."""
+    raise ValueError(
+        f"recipe={recipe!r} sets q = 1 and power={power!r} moves q: leave one of them out. The recipe's other settings "
+        "are attach's defaults."
+    )
 
 
 def refuse_second_normalizer(optimizer: torch.optim.Optimizer) -> NoReturn:

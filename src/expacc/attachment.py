@@ -7,15 +7,16 @@ that a GradScaler skips do not count, but for an optimizer with ``fused=True``: 
 its kin the inner optimizer's step counts, once per real step.
 """
 
+import gc
 import warnings
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakSet, finalize
 
 from torch.optim import Optimizer
 
 from expacc import _checks
 from expacc.collapse import CollapseWatch
-from expacc.normalizer import GradientNormalizer, real_optimizer
+from expacc.normalizer import GradientNormalizer, check_normalizable, check_optimizer, real_optimizer
 from expacc.schedules import (
     CosinePower,
     CosineSigma,
@@ -27,20 +28,21 @@ from expacc.schedules import (
 )
 
 Kind = Literal["exponential", "linear", "cosine"]
-_SIGMA = {"exponential": ExponentialSigma, "linear": LinearSigma, "cosine": CosineSigma}
-_POWER = {"exponential": ExponentialPower, "linear": LinearPower, "cosine": CosinePower}
-RECIPES: dict[str, dict[str, Any]] = {
-    # Section 4.4 of the paper for networks; 0.01 in the place of 1 for linear models. The margin is the loss's.
-    "paper": {"power": 1.0, "sigma": (10.0, 1.0), "schedule": "exponential", "normalize_gradient": True},
+_SCHEDULES: dict[str, dict[str, type[Schedule]]] = {
+    "sigma": {"exponential": ExponentialSigma, "linear": LinearSigma, "cosine": CosineSigma},
+    "power": {"exponential": ExponentialPower, "linear": LinearPower, "cosine": CosinePower},
 }
-_ATTACHED: "WeakKeyDictionary[Optimizer, Attachment]" = WeakKeyDictionary()
+# Section 4.4 of the paper. Its σ 10 → 1 (0.01 for linear models), exponential, and its normaliser are the defaults of
+# attach; the margin is the loss's.
+RECIPES = {"paper": 1.0}  # q
+_ALIVE: "WeakSet[Attachment]" = WeakSet()  # what keeps one alive is its optimizer's hook
 
 
 class Attachment:
     """What `attach` wired: its schedules, its normaliser, one state for all of them.
 
     Args:
-        optimizer, loss, total_steps, sigma, power, schedule, normalize_gradient: as in `attach`.
+        optimizer, loss, total_steps, sigma, power, schedule, normalize_gradient: as in `attach`, which checks them.
     """
 
     def __init__(
@@ -54,43 +56,54 @@ class Attachment:
         normalize_gradient: bool,
     ) -> None:
         self.optimizer, self.loss, self.total_steps = optimizer, loss, total_steps
-        self.schedules: dict[str, Schedule] = {}
-        if sigma is not None:
-            self.schedules["sigma"] = _SIGMA[schedule](loss, *sigma, total_steps=total_steps)
-        if power is not None:
-            self.schedules["power"] = _POWER[schedule](loss, *power, total_steps=total_steps)
+        self.schedules: dict[str, Schedule] = {
+            name: _SCHEDULES[name][schedule](loss, *ends, total_steps=total_steps)
+            for name, ends in (("sigma", sigma), ("power", power))
+            if ends is not None
+        }
         self.normalizer = GradientNormalizer(optimizer) if normalize_gradient else None
-        self.steps = 0
+        self.steps, self._told = 0, False
         self._handle = real_optimizer(optimizer).register_step_post_hook(self._after_step)
         self.watch = CollapseWatch(loss, total_steps)
+        # A loss outlives its optimizers; without this it would collect a hook of each.
+        finalize(self, self.watch.detach).atexit = False
+        _ALIVE.add(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of everything attached, in plain types; on a GPU this waits for the device."""
+        """Return the state of everything attached, in plain types; on a GPU this waits for the device.
+
+        The schedules' plans are in it to be compared: on loading, the attachment keeps its own.
+        """
         return {
-            "schedules": {name: each.state_dict() for name, each in self.schedules.items()},
-            "normalizer": None if self.normalizer is None else self.normalizer.state_dict(),
             "steps": self.steps,
+            "schedules": {name: each.plan() for name, each in self.schedules.items()},
+            "normalizer": None if self.normalizer is None else self.normalizer.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state, and move the loss to its σ and q.
+        """Go on from a state: the plan is this attachment's own, from the saved step on; σ and q are moved to it.
+
+        Where the state was saved under another plan, of another length, say, it warns and names both.
 
         Raises:
             KeyError: a key is missing or unknown.
             ValueError: the state is of an attachment with other parts.
         """
         _checks.check_keys(type(self).__name__, state_dict, self.state_dict())
-        schedules, normalizer = state_dict["schedules"], state_dict["normalizer"]
-        _checks.check_keys("schedules", schedules, self.schedules)
+        plans, normalizer, steps = state_dict["schedules"], state_dict["normalizer"], int(state_dict["steps"])
+        _checks.check_keys("schedules", plans, self.schedules)
+        for name, each in self.schedules.items():
+            _checks.check_keys(f"schedules[{name!r}]", plans[name], each.plan())
         if (normalizer is None) != (self.normalizer is None):
             raise ValueError(
                 f"this state was saved with normalize_gradient={normalizer is not None}: attach with the same."
             )
-        for name, each in self.schedules.items():
-            each.load_state_dict(schedules[name])
         if self.normalizer is not None:
             self.normalizer.load_state_dict(normalizer)
-        self.steps = self.watch.step = state_dict["steps"]
+        self.steps = self.watch.step = steps
+        for each in self.schedules.values():
+            each.load_state_dict(each.state_dict() | {"last_epoch": steps})
+        self._compare(plans)
 
     def detach(self) -> None:
         """Take every hook off; the loss keeps the σ and q it has."""
@@ -98,24 +111,40 @@ class Attachment:
         self.watch.detach()
         if self.normalizer is not None:
             self.normalizer.detach()
-        if _ATTACHED.get(self.optimizer) is self:
-            del _ATTACHED[self.optimizer]
+        _ALIVE.discard(self)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
         for each in self.schedules.values():
             each.step()
         self.watch.after_step(self.steps)
-        if self.steps == self.total_steps + 1:
+        past = {name: each for name, each in self.schedules.items() if each.last_epoch > each.total_steps}
+        if past and not self._told:
+            self._told = True
+            stays = " and ".join(f"{name} stays {each.end:g}" for name, each in past.items())
+            planned = next(iter(past.values())).total_steps
             warnings.warn(
-                f"the optimizer has made step {self.steps} and total_steps is {self.total_steps}: "
-                f"{self._describe()} from here on. Write the number of optimizer steps of the whole training.",
+                f"the optimizer has made step {self.steps} and total_steps is {planned}: {stays} from here on. "
+                "Write the number of optimizer steps of the whole training.",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,  # past torch's own wrapper, at the caller's line
             )
 
-    def _describe(self) -> str:
-        return " and ".join(f"{name} stays {each.end:g}" for name, each in self.schedules.items()) or "nothing moves"
+    def _compare(self, plans: dict[str, dict[str, Any]]) -> None:
+        """Warn where the saved plans are not this attachment's."""
+        for name, each in self.schedules.items():
+            if plans[name] != each.plan():
+                warnings.warn(
+                    f"{name} was saved at step {_say(self.steps, plans[name])}; it goes on as step "
+                    f"{_say(self.steps, each.plan())}, {name}={each.value_at(self.steps):g}. To go on as before, "
+                    "attach with the saved settings.",
+                    UserWarning,
+                    stacklevel=3,
+                )
+
+
+def _say(step: int, plan: dict[str, Any]) -> str:
+    return f"{step} of {plan['total_steps']} ({plan['kind']} {plan['start']:g} → {plan['end']:g})"
 
 
 def attach(
@@ -135,6 +164,10 @@ def attach(
     it once, after the optimizer is made and before any learning-rate scheduler steps. Not together with gradient
     clipping: a normalised gradient has norm about 1.
 
+    It warns where the optimizer steps past `total_steps`, and, once, where σ has become too small for the scores and
+    samples that are still wrong have no gradient left (`expacc.collapse`). Under ``torch.compile`` of the loss nobody
+    looks for the latter.
+
     Args:
         optimizer: any torch optimizer but LBFGS; of SAM and its kin the inner one's steps count.
         loss: an `ExactLoss`, or anything with ``sigma`` (and ``power``, where that moves).
@@ -143,13 +176,15 @@ def attach(
         power: first and last q; None leaves the loss's power alone.
         schedule: "exponential" (the paper's), "linear" or "cosine".
         normalize_gradient: divide the gradient by the running mean of its norm.
-        recipe: "paper" sets the published ones by name: q = 1, σ 10 → 1, exponential, normaliser on.
+        recipe: "paper" sets the loss's q = 1. The rest of the published settings, σ 10 → 1, exponential and the
+            normaliser, are the defaults here; what is written beside the recipe holds.
 
     Returns:
         What was attached: one ``state_dict``, ``detach()``.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be meant; the message says what to write.
+        TypeError, ValueError: an argument that cannot be meant, or something that is attached already; the message
+            says what to write. Then nothing has been touched.
 
     >>> import torch
     >>> from expacc import ExactLoss
@@ -158,20 +193,51 @@ def attach(
     >>> float(loss.sigma)
     10.0
     """
-    _checks.check_optimizer(optimizer)
-    _checks.check_choice("schedule", schedule, tuple(_SIGMA))
-    _checks.check_steps("total_steps", total_steps)
+    inner = check_optimizer(optimizer)
+    _checks.check_choice("schedule", schedule, tuple(_SCHEDULES["sigma"]))
+    total_steps = _checks.check_steps("total_steps", total_steps)
+    _checks.check_flag("normalize_gradient", normalize_gradient)
+    moved = {name: ends for name, ends in (("sigma", sigma), ("power", power)) if ends is not None}
+    for name, ends in moved.items():
+        _checks.check_ends(name, ends, schedule)
+        _checks.check_scheduled(loss, name)
     if recipe is not None:
         _checks.check_choice("recipe", recipe, tuple(RECIPES))
-        chosen = RECIPES[recipe]
-        sigma, schedule = chosen["sigma"], chosen["schedule"]
-        normalize_gradient = chosen["normalize_gradient"]
         _checks.check_scheduled(loss, "power")
-        loss.power = chosen["power"]
-    for name, ends in (("sigma", sigma), ("power", power)):
-        _checks.check_ends(name, ends)
-    if optimizer in _ATTACHED:
-        raise ValueError("this optimizer has an attachment already: call its detach() first, or attach once.")
-    attachment = Attachment(optimizer, loss, total_steps, sigma, power, schedule, normalize_gradient)
-    _ATTACHED[optimizer] = attachment
-    return attachment
+        if power is not None:
+            _checks.refuse_recipe_power(recipe, power)
+    _check_free(inner, loss, moved)
+    if normalize_gradient:
+        check_normalizable(inner)
+    # Nothing is touched before here: what is refused leaves the loss and the optimizer as they were.
+    if recipe is not None:
+        loss.power = RECIPES[recipe]
+    return Attachment(optimizer, loss, total_steps, sigma, power, schedule, normalize_gradient)
+
+
+def _check_free(inner: Optimizer, loss: Any, moved: Any) -> None:
+    """Raise where the optimizer has an attachment, or where another one moves what this one is to move."""
+    if _find_rival(inner, loss, moved) is None:
+        return
+    gc.collect()  # an optimizer that was dropped, in a notebook's last run, say, lives on in a cycle with its hooks
+    rival = _find_rival(inner, loss, moved)
+    if rival is None:
+        return
+    if real_optimizer(rival.optimizer) is inner:
+        _checks.refuse_second_attachment(inner, _bare(rival.loss) is _bare(loss))
+    name = next(name for name in moved if name in rival.schedules)
+    _checks.refuse_second_mover(name, real_optimizer(rival.optimizer), rival.steps, rival.total_steps)
+
+
+def _find_rival(inner: Optimizer, loss: Any, moved: Any) -> Attachment | None:
+    for each in list(_ALIVE):
+        if real_optimizer(each.optimizer) is inner:
+            return each
+        if _bare(each.loss) is _bare(loss) and not each.schedules.keys().isdisjoint(moved):
+            return each
+    return None
+
+
+def _bare(loss: Any) -> Any:
+    """Return the loss that torch.compile has wrapped."""
+    return getattr(loss, "_orig_mod", loss)
