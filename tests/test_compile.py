@@ -8,7 +8,7 @@ from plain import BACKENDS, TOLERANCE, draw, run, value_and_grad
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from expacc import ExactLoss, argmax_probabilities, exact_loss
+from expacc import ExactLoss, argmax_probabilities, attach, exact_loss
 
 both = pytest.mark.parametrize("backend", BACKENDS)
 TARGET = torch.tensor([0, 2, 1])
@@ -186,6 +186,44 @@ def test_compiled_model_and_loss_in_one_graph(backend: Any) -> None:
     loss(model(features), TARGET).backward()
     torch.testing.assert_close(got, [p.grad for p in model.parameters()], **TOLERANCE[torch.float32])
     assert kernel_ran(counter.graphs) == backend
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own, of what enters a graph
+@pytest.mark.parametrize("parts", ["model", "loss", "both", "one-graph"])
+def test_attached_sigma_moves_without_compiling_again(parts: str) -> None:
+    """Whatever is compiled of a training; and the weights are those of one that is not."""
+    ends, features, target = [], draw(8, 5, dtype=torch.float32), torch.arange(8) % 4
+    for compiles in (False, True):
+        model, loss = torch.nn.Linear(5, 4), ExactLoss(power=1, margin=0.5)
+        with torch.no_grad():
+            for k, p in enumerate(model.parameters()):
+                p.copy_(draw(*p.shape, dtype=torch.float32, seed=k))
+        counter = CompileCounterWithBackend("aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attachment = attach(optimizer, loss, total_steps=6, power=(1.0, 0.5))
+        forward: Any = torch.compile(model, backend=counter) if compiles and parts in ("model", "both") else model
+        value: Any = torch.compile(loss, backend=counter) if compiles and parts in ("loss", "both") else loss
+        step: Any = lambda x, y, f=forward, g=value: g(f(x), y)  # noqa: E731
+        step = torch.compile(step, backend=counter, fullgraph=True) if compiles and parts == "one-graph" else step
+        seen, graphs = [], 0
+        for k in range(6):
+            seen.append(float(loss.sigma))
+            optimizer.zero_grad()
+            step(features, target).backward()
+            optimizer.step()
+            graphs = counter.frame_count if k == 0 else graphs
+        assert counter.frame_count == graphs  # none after the first step
+        assert bool(graphs) == compiles
+        assert seen == [attachment.schedules["sigma"].value_at(k) for k in range(6)]
+        ends.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(ends[1], ends[0], **TOLERANCE[torch.float32])
+
+
+def test_attach_takes_a_compiled_loss() -> None:
+    """σ moves in the loss within."""
+    loss, optimizer = ExactLoss(), torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    attach(optimizer, torch.compile(loss, backend="aot_eager"), total_steps=5, sigma=(3.0, 1.0), schedule="linear")
+    assert float(loss.sigma) == 3.0
 
 
 def test_the_kernel_compiles_with_inductor() -> None:
