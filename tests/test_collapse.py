@@ -53,7 +53,8 @@ def inferred(loss: Any) -> torch.Tensor:
 
 def checkpointed(loss: Any, reentrant: bool) -> torch.Tensor:
     x = LOGITS.clone().requires_grad_()
-    checkpoint(loss, x, TARGET, use_reentrant=reentrant).backward()
+    # Work behind the loss, too: what a checkpoint saves is told apart by its order.
+    checkpoint(lambda x, y: loss(2.0 * x, y) * x.sin().sum(), x, TARGET, use_reentrant=reentrant).backward()
     return x.grad
 
 
@@ -180,6 +181,15 @@ def test_what_is_not_here_yet_is_not_waited_for(monkeypatch):
     assert len(looks) == 1
     here[0] = True
     assert len(said(lambda: [run.step(X, Y) for _ in range(10)])) == 1
+
+
+def test_the_last_look_is_reported_with_the_last_step():
+    run = Run(lambda p: torch.optim.SGD(p, lr=0.0), 50, sigma=None)
+    assert said(lambda: [run.step(X, Y) for _ in range(48)]) == []
+    run.loss.sigma = 1e-4
+    assert said(lambda: run.step(X, Y)) == []
+    (warning,) = said(lambda: run.step(X, Y))
+    assert "has collapsed: after optimizer step 49," in warning
 
 
 # What it finds.
