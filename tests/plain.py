@@ -80,7 +80,7 @@ def plain_loss(
     margin: float | None = None,
     power: float = 0.3,
     noise: str = "gaussian",
-    normalize: bool = True,
+    normalize: bool | str = True,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "none",
@@ -96,7 +96,7 @@ def plain_loss(
     weights = torch.ones(classes, dtype=torch.float64) if weight is None else weight.double()
     counted = [n for n in range(len(rows)) if soft or int(wanted[n]) != ignore_index]
     if normalize:
-        rows = _normalized(rows, counted)
+        rows = _normalized(rows, counted, cap=normalize == "cap")
     losses, scales = [], []
     for n in range(len(rows)):
         loss, scale = rows[n].new_zeros(()), rows[n].new_zeros(())
@@ -118,9 +118,10 @@ def plain_loss(
     return loss.sum() if reduction == "sum" else loss.sum() / torch.stack(scales).sum()
 
 
-def _normalized(rows: Tensor, counted: list[int]) -> Tensor:
+def _normalized(rows: Tensor, counted: list[int], cap: bool) -> Tensor:
     values = torch.cat([rows[n][torch.isfinite(rows[n])] for n in counted if not torch.isnan(rows[n]).any()])
-    return (rows - values.mean()) / torch.sqrt(values.var() + 1e-5)
+    deviation = torch.sqrt(values.var() + 1e-5)
+    return rows if cap and deviation <= 1 else (rows - values.mean()) / deviation
 
 
 def value_and_grad(function: Any, logits: Tensor) -> tuple[Tensor, Tensor]:

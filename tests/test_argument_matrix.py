@@ -133,9 +133,9 @@ def test_probability_target_has_cross_entropys_gradient(noise: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("margin", [None, -0.5, 0.0, 1.0], ids=lambda r: f"margin{r}")
 @pytest.mark.parametrize("power", [-1.0, 0.0, 0.3, 1.0])
-@pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
+@pytest.mark.parametrize("normalize", [False, True, "cap"], ids=["raw", "normalized", "capped"])
 def test_own_options_equal_single_rows(
-    backend: str, noise: Any, margin: float | None, power: float, normalize: bool
+    backend: str, noise: Any, margin: float | None, power: float, normalize: Any
 ) -> None:
     logits, target = draw(4, C, dtype=torch.float32), draw_target(4, classes=C)
     options: dict[str, Any] = {"margin": margin, "power": power, "noise": noise, "normalize": normalize}

@@ -24,7 +24,7 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "logits-no-class": ({"logits": X[:, :0]}, ValueError, r"logits must have a class dimension .* got shape \(2, 0\)"),
     "logits-sparse": ({"logits": X.to_sparse()}, TypeError, r"logits must be a dense tensor, got layout .*: write logits.to_dense"),
     "soft-sparse": ({"target": SOFT.to_sparse()}, TypeError, r"target must be a dense tensor, got layout .*: write target.to_dense"),
-    "normalize": ({"normalize": "yes"}, TypeError, r"normalize must be True or False, got str"),
+    "normalize": ({"normalize": "yes"}, TypeError, r'normalize must be "cap" .*, True .* or False, got str'),
     "ignore_index-large": ({"ignore_index": 2**70}, TypeError, r"ignore_index must be an integer, got 1180.* \(64 bits\)"),
     "margin-numpy": ({"margin": np.float32(0.5)}, TypeError, r"margin must be a number, got float32: .* or float\(…\)"),
     "target-list": ({"target": [0, 1]}, TypeError, r"target must be a tensor, got list: write torch.as_tensor\(target"),

@@ -28,6 +28,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one-shard-ignored": (4, {}),
     "all-ignored": (5, {}),
     "not-normalized": (2, {"normalize": False, "weight": WEIGHT}),
+    "capped": (3, {"normalize": "cap", "sigma": 0.5}),
     "smoothing": (4, {"label_smoothing": 0.1, "weight": WEIGHT, "noise": "gumbel"}),
     "probabilities": (2, {"noise": "gumbel"}),
     "sum": (2, {"reduction": "sum"}),

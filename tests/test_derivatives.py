@@ -126,8 +126,8 @@ def test_power_as_a_tensor_gets_its_gradient(backend: str, noise: Any) -> None:
 
 @both
 @noises
-@pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
-def test_second_derivatives_equal_the_references(backend: str, noise: Any, normalize: bool) -> None:
+@pytest.mark.parametrize("normalize", [False, True, "cap"], ids=["raw", "normalized", "capped"])
+def test_second_derivatives_equal_the_references(backend: str, noise: Any, normalize: Any) -> None:
     target, direction = torch.tensor([0, 1]), draw(2, 3, seed=5)
     options: dict[str, Any] = {"noise": noise, "normalize": normalize, "reduction": "mean"}
 
@@ -178,8 +178,8 @@ def test_forward_mode_equals_reverse_mode(noise: Any, dtype: torch.dtype, door: 
 
 @noises
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
-def test_vmapped_gradients_equal_those_of_single_samples(noise: Any, dtype: torch.dtype, normalize: bool) -> None:
+@pytest.mark.parametrize("normalize", [False, True, "cap"], ids=["raw", "normalized", "capped"])
+def test_vmapped_gradients_equal_those_of_single_samples(noise: Any, dtype: torch.dtype, normalize: Any) -> None:
     logits, target = draw(4, 3, dtype=dtype), torch.tensor([0, 1, -100, 2])
     logits[1, 0] = -torch.inf
     logits[3] = 0.5
@@ -253,9 +253,9 @@ def test_forcing_the_kernel_under_a_transform_says_what_to_write(backend: str) -
 
 @both
 @noises
-@pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
+@pytest.mark.parametrize("normalize", [False, True, "cap"], ids=["raw", "normalized", "capped"])
 @pytest.mark.parametrize("shape", ["none", "mean"])
-def test_batched_upstream_gradients_equal_single_ones(backend: str, noise: Any, normalize: bool, shape: str) -> None:
+def test_batched_upstream_gradients_equal_single_ones(backend: str, noise: Any, normalize: Any, shape: str) -> None:
     leaf = draw(2, 3, dtype=torch.float32).requires_grad_()
     options: dict[str, Any] = {"noise": noise, "normalize": normalize, "reduction": shape}
     upstream = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, -1.0]])[:, : (2 if shape == "none" else 1)]

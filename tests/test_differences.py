@@ -13,7 +13,7 @@ from expacc import ExactLoss
 INF = math.inf
 both = pytest.mark.parametrize("backend", BACKENDS)
 noises = pytest.mark.parametrize("noise", NOISES)
-normalized = pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
+normalized = pytest.mark.parametrize("normalize", [False, True, "cap"], ids=["raw", "normalized", "capped"])
 reductions = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 
 
@@ -33,7 +33,7 @@ def test_options_are_keywords() -> None:
 @normalized
 @reductions
 @pytest.mark.parametrize("shape", [(0, 4), (0, 4, 3), (2, 4, 0)], ids=str)
-def test_empty_batch_is_a_connected_zero(backend: str, noise: Any, normalize: bool, reduction: str, shape: Any) -> None:
+def test_empty_batch_is_a_connected_zero(backend: str, noise: Any, normalize: Any, reduction: str, shape: Any) -> None:
     logits = torch.zeros(shape)
     target = torch.zeros(shape[:1] + shape[2:], dtype=torch.int64)
     options: dict[str, Any] = {"noise": noise, "normalize": normalize, "reduction": reduction, "backend": backend}
@@ -48,7 +48,7 @@ def test_empty_batch_is_a_connected_zero(backend: str, noise: Any, normalize: bo
 @reductions
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 4, 3)], ids=str)
 def test_all_ignored_batch_is_a_connected_zero(
-    backend: str, noise: Any, normalize: bool, reduction: str, shape: Any
+    backend: str, noise: Any, normalize: Any, reduction: str, shape: Any
 ) -> None:
     target = torch.full(shape[:1] + shape[2:] if len(shape) > 1 else (), 255)
     options: dict[str, Any] = {"noise": noise, "normalize": normalize, "reduction": reduction, "backend": backend}
@@ -75,7 +75,7 @@ def test_a_mean_of_total_weight_zero_is_a_connected_zero(backend: str, noise: An
 @noises
 @normalized
 @pytest.mark.parametrize("bad", [math.nan, INF, -INF])
-def test_what_an_ignored_row_holds_touches_nothing(backend: str, noise: Any, normalize: bool, bad: float) -> None:
+def test_what_an_ignored_row_holds_touches_nothing(backend: str, noise: Any, normalize: Any, bad: float) -> None:
     logits, target = draw(4, 3, dtype=torch.float32), torch.tensor([0, -100, 1, 2])
     options: dict[str, Any] = {"noise": noise, "normalize": normalize, "reduction": "mean", "backend": backend}
     want, slope = value_and_grad(lambda x: run(backend, x, target, **options), logits)
@@ -106,7 +106,7 @@ def test_a_class_of_probability_zero_contributes_nothing(noise: Any, power: floa
 @normalized
 @pytest.mark.parametrize("power", [0.0, 0.3, 1.0])
 def test_a_row_of_minus_inf_alone_counts_as_equal_scores(
-    backend: str, noise: Any, normalize: bool, power: float
+    backend: str, noise: Any, normalize: Any, power: float
 ) -> None:
     logits, target = draw(3, 4, dtype=torch.float32), torch.tensor([0, 1, 2])
     logits[1] = -INF

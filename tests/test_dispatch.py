@@ -151,8 +151,8 @@ def test_a_watcher_stops_when_the_block_fails() -> None:
 
 @noises
 @pytest.mark.parametrize("classes", [2, 7, 33, 300], ids=lambda c: f"C{c}")
-@pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
-def test_both_paths_give_the_same_numbers(noise: Any, classes: int, normalize: bool) -> None:
+@pytest.mark.parametrize("normalize", [False, True, "cap"], ids=["raw", "normalized", "capped"])
+def test_both_paths_give_the_same_numbers(noise: Any, classes: int, normalize: Any) -> None:
     logits, target = draw(3, classes, dtype=torch.float32), draw_target(3, classes=classes)
     options: dict[str, Any] = {"noise": noise, "normalize": normalize, "reduction": "mean"}
     results = []

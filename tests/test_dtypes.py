@@ -20,9 +20,9 @@ TARGET = torch.tensor([0, 1, 2, 3, 0, -100])
 @noises
 @halves
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
+@pytest.mark.parametrize("normalize", [False, True, "cap"], ids=["raw", "normalized", "capped"])
 def test_half_is_the_float32_result_on_the_rounded_input(
-    backend: str, noise: Any, dtype: torch.dtype, reduction: str, normalize: bool
+    backend: str, noise: Any, dtype: torch.dtype, reduction: str, normalize: Any
 ) -> None:
     logits = draw(6, 5, dtype=dtype)
     options: dict[str, Any] = {"noise": noise, "reduction": reduction, "normalize": normalize, "backend": backend}

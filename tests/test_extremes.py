@@ -12,7 +12,7 @@ from expacc import argmax_probabilities, exact_loss
 INF, NAN = math.inf, math.nan
 both = pytest.mark.parametrize("backend", BACKENDS)
 noises = pytest.mark.parametrize("noise", NOISES)
-normalized = pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
+normalized = pytest.mark.parametrize("normalize", [False, True, "cap"], ids=["raw", "normalized", "capped"])
 powers = pytest.mark.parametrize("power", [0.0, 0.3, 1.0])
 close = TOLERANCE[torch.float32]
 
@@ -23,7 +23,7 @@ close = TOLERANCE[torch.float32]
 @powers
 @pytest.mark.parametrize("level", [0.0, -3.5, 1e4, 1e30, -3e38])
 def test_constant_logits_have_finite_value_and_gradient(
-    backend: str, noise: Any, normalize: bool, power: float, level: float
+    backend: str, noise: Any, normalize: Any, power: float, level: float
 ) -> None:
     options: dict[str, Any] = {"noise": noise, "power": power, "normalize": normalize, "backend": backend}
     value, grad = value_and_grad(lambda x: run(backend, x, torch.tensor([0, 4]), **options), torch.full((2, 5), level))
@@ -39,7 +39,7 @@ def test_constant_logits_have_finite_value_and_gradient(
 @normalized
 @powers
 @pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 1, 2)], ids=str)
-def test_one_class_always_wins(backend: str, noise: Any, normalize: bool, power: float, shape: Any) -> None:
+def test_one_class_always_wins(backend: str, noise: Any, normalize: Any, power: float, shape: Any) -> None:
     target = torch.zeros(shape[:1] + shape[2:] if len(shape) > 1 else (), dtype=torch.int64)
     options: dict[str, Any] = {"noise": noise, "power": power, "normalize": normalize, "backend": backend}
     value, grad = value_and_grad(lambda x: run(backend, x, target, **options), draw(*shape, dtype=torch.float32))
@@ -50,7 +50,7 @@ def test_one_class_always_wins(backend: str, noise: Any, normalize: bool, power:
 @noises
 @normalized
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_one_class_always_wins_as_a_probability(noise: Any, normalize: bool, smoothing: float) -> None:
+def test_one_class_always_wins_as_a_probability(noise: Any, normalize: Any, smoothing: float) -> None:
     options: dict[str, Any] = {"noise": noise, "normalize": normalize, "label_smoothing": smoothing}
     value, grad = value_and_grad(lambda x: run("reference", x, torch.ones(3, 1), **options), draw(3, 1))
     assert torch.equal(value, torch.zeros(3, dtype=torch.float64))
@@ -63,7 +63,7 @@ def test_one_class_always_wins_as_a_probability(noise: Any, normalize: bool, smo
 @powers
 @pytest.mark.parametrize("margin", [None, 0.5], ids=lambda r: f"margin{r}")
 def test_masked_competitors_count_as_absent(
-    backend: str, noise: Any, normalize: bool, power: float, margin: float | None
+    backend: str, noise: Any, normalize: Any, power: float, margin: float | None
 ) -> None:
     logits, target = draw(4, 5, dtype=torch.float32), torch.tensor([0, 1, 2, 3])
     logits[0, 4] = logits[2, 0] = logits[2, 1] = -INF
@@ -83,7 +83,7 @@ def test_masked_competitors_count_as_absent(
 @both
 @noises
 @normalized
-def test_masking_equals_a_very_low_score(backend: str, noise: Any, normalize: bool) -> None:
+def test_masking_equals_a_very_low_score(backend: str, noise: Any, normalize: Any) -> None:
     logits, target = draw(3, 4, dtype=torch.float32), torch.tensor([0, 1, 2])
     options: dict[str, Any] = {"noise": noise, "normalize": normalize, "backend": backend}
     logits[:, 3] = -INF
@@ -99,7 +99,7 @@ def test_masking_equals_a_very_low_score(backend: str, noise: Any, normalize: bo
 @pytest.mark.parametrize("margin", [None, 0.5], ids=lambda r: f"margin{r}")
 @pytest.mark.parametrize("power", [0.0, 0.3, 1.0, -1.0])
 def test_a_masked_true_class_is_lost(
-    backend: str, noise: Any, normalize: bool, margin: float | None, power: float
+    backend: str, noise: Any, normalize: Any, margin: float | None, power: float
 ) -> None:
     logits, target = draw(3, 4, dtype=torch.float32), torch.tensor([0, 1, 2])
     logits[1, 1] = -INF
@@ -150,7 +150,7 @@ def test_an_infinity_takes_no_part_in_the_statistics(backend: str, noise: Any, b
 @pytest.mark.parametrize("place", [0, 1], ids=["true-class", "competitor"])
 @pytest.mark.parametrize("margin", [None, 0.5], ids=lambda r: f"margin{r}")
 def test_nan_stays_in_its_row(
-    backend: str, noise: Any, normalize: bool, power: float, place: int, margin: float | None
+    backend: str, noise: Any, normalize: Any, power: float, place: int, margin: float | None
 ) -> None:
     logits, target = draw(4, 4, dtype=torch.float32), torch.tensor([2, 0, 1, 0])
     others = [0, 2, 3]
@@ -170,7 +170,7 @@ def test_nan_stays_in_its_row(
 @noises
 @normalized
 @pytest.mark.parametrize("soft", ["smoothing", "probabilities"])
-def test_nan_stays_in_its_row_with_soft_targets(noise: Any, normalize: bool, soft: str) -> None:
+def test_nan_stays_in_its_row_with_soft_targets(noise: Any, normalize: Any, soft: str) -> None:
     logits, target = draw(3, 3), torch.tensor([2, 0, 1])
     logits[1, 1] = NAN
     if soft == "probabilities":
@@ -201,7 +201,7 @@ def test_nan_reaches_the_mean_but_no_other_rows_gradient(backend: str, noise: An
 @both
 @noises
 @normalized
-def test_hopeless_rows_keep_their_gradient_at_power_zero(backend: str, noise: Any, normalize: bool) -> None:
+def test_hopeless_rows_keep_their_gradient_at_power_zero(backend: str, noise: Any, normalize: Any) -> None:
     logits = torch.tensor([[0.0, 1e4, -1e4], [1e4, 0.0, 0.0]])
     options: dict[str, Any] = {"noise": noise, "power": 0, "normalize": normalize, "backend": backend}
     value, grad = value_and_grad(lambda x: run(backend, x, torch.tensor([0, 0]), **options), logits)

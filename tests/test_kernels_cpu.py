@@ -140,7 +140,7 @@ def _compare(x, y, sigma, power, upstream=None, rtol=1e-5, **options):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
+@pytest.mark.parametrize("normalize", [False, True, "cap"], ids=["raw", "normalized", "capped"])
 @pytest.mark.parametrize("noise", ["gaussian", "gumbel"])
 @pytest.mark.parametrize("margin", [None, 0.7, -0.5])
 @pytest.mark.parametrize("shape", [(37, 10), (5,), (6, 3, 4), (3, 70), (2, 700)], ids=str)
@@ -207,7 +207,7 @@ def test_target_dtypes(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("normalize", [False, True], ids=["raw", "normalized"])
+@pytest.mark.parametrize("normalize", [False, True, "cap"], ids=["raw", "normalized", "capped"])
 def test_half_is_rounded_float(dtype, reduction, normalize):
     """The value and the gradient, scaled as a loss scaler does, are the float32 ones rounded once."""
     half = torch.randn(30, 10, generator=torch.Generator().manual_seed(6)).to(dtype)

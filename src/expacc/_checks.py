@@ -41,6 +41,15 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {describe(value)}.")
 
 
+def check_normalize(normalize: Any) -> None:
+    """Raise unless `normalize` is True, False or "cap"."""
+    if normalize is not True and normalize is not False and not (isinstance(normalize, str) and normalize == "cap"):
+        raise TypeError(
+            f'normalize must be "cap" (divide the logits by their spread where it exceeds 1), True (always divide) or '
+            f"False, got {describe(normalize)}."
+        )
+
+
 def check_margin(margin: Any) -> None:
     """Raise unless the margin is None or a finite number."""
     if margin is not None:

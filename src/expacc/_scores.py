@@ -12,7 +12,7 @@ _SERIES = 1e-3  # below it 1 + x/2 + x²/6 + x³/24 + x⁴/120 is exact to 1e-18
 _FAR = -0.5  # below it exp(x) - 1 is as exact as expm1(x)
 
 
-def normalize_scores(x: Tensor, valid: Tensor, group: Any = None) -> Tensor:
+def normalize_scores(x: Tensor, valid: Tensor, group: Any = None, cap: bool = False) -> Tensor:
     r"""Return (x - mean)/√(var + 1e-5), with one mean and one variance over batch and classes.
 
     The paper's batch normalisation inside the loss (its listing: ``mu.mean()``, ``mu.std()``, the unbiased one).
@@ -23,6 +23,7 @@ def normalize_scores(x: Tensor, valid: Tensor, group: Any = None) -> Tensor:
         x: scores (..., C), float64.
         valid: rows that count, (...).
         group: process group whose ranks share the statistics; None: this batch alone.
+        cap: divide only by what exceeds 1: a small spread is not enlarged, and has no gradient.
     """
     poisoned = torch.isnan(x).any(-1, keepdim=True)
     keep = torch.isfinite(x) & valid.unsqueeze(-1) & ~poisoned
@@ -35,6 +36,8 @@ def normalize_scores(x: Tensor, valid: Tensor, group: Any = None) -> Tensor:
     if group is not None:
         square = all_reduce(square, group)
     std = torch.sqrt(square / (count - 1.0).clamp(min=1.0) + NORMALIZE_EPS)
+    if cap:
+        std = torch.where(std > 1.0, std, torch.ones_like(std))
     apart = (x - mean.detach()) / std.detach()
     # A row with two scores of +inf may come out NaN: its finite entries count, but none of its gradient flows back.
     keep = keep & (torch.isposinf(x).sum(-1, keepdim=True) < 2)

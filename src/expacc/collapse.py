@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expacc import _checks
 from expacc._scores import normalize_scores
-from expacc.functional import exact_loss
+from expacc.functional import Normalize, exact_loss
 from expacc.kernels.dispatch import needs_operator, under_transform
 from expacc.losses import ExactLoss
 
@@ -125,7 +125,7 @@ class _Look(NamedTuple):
     found: _Copy
     step: int
     margin: float | None
-    normalized: bool
+    normalized: Normalize
 
 
 def _trains(loss: ExactLoss, output: Any) -> bool:
@@ -148,7 +148,7 @@ def look(loss: ExactLoss, logits: Tensor, target: Tensor, sigma: Tensor | None =
     x, target, valid = _rows(logits.detach(), target, loss.ignore_index)
     x = torch.where(valid.unsqueeze(-1), x, torch.zeros_like(x))
     if loss.normalize:
-        x = normalize_scores(x, valid)
+        x = normalize_scores(x, valid, cap=loss.normalize == "cap")
     lead = _leads(x, target)
     unsatisfied = valid & (lead < (0.0 if loss.margin is None else loss.margin))
     idle = valid & (_slopes(loss, x.float(), target, sigma) * sigma < CollapseWatch.DEAD)

@@ -20,6 +20,7 @@ from expacc.kernels.dispatch import Call, choose_path, needs_operator, note_path
 
 Noise = Literal["gaussian", "gumbel"]
 Reduction = Literal["none", "mean", "sum"]
+Normalize = bool | Literal["cap"]
 Integrator = Literal["quadrature", "genz", "monte_carlo"]
 Backend = Literal["auto", "reference", "cpu"]
 Number = Tensor | float
@@ -33,7 +34,7 @@ def exact_loss(
     margin: float | None = None,
     power: Number = 0.3,
     noise: Noise = "gaussian",
-    normalize: bool = True,
+    normalize: Normalize = True,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "none",
@@ -57,7 +58,8 @@ def exact_loss(
         margin: r in m_i = min(mu_y - mu_i, r)/σ; None: no margin.
         power: q, a number or a 0-dim tensor.
         noise: "gaussian", or "gumbel" for the closed-form twin.
-        normalize: subtract the mean and divide by the standard deviation of all logits of the batch first.
+        normalize: True: subtract the mean and divide by the standard deviation of all logits of the batch first.
+            "cap": divide by that where it is more than 1. False: neither.
         weight: one factor per class, (C,).
         ignore_index: target value whose samples count nothing.
         reduction: "none", "sum", or "mean", weighted as cross-entropy's. An empty mean is 0.
@@ -86,7 +88,7 @@ def exact_loss(
     _checks.check_margin(margin)
     _checks.check_power(power)
     _checks.check_choice("noise", noise, _checks.NOISES)
-    _checks.check_flag("normalize", normalize)
+    _checks.check_normalize(normalize)
     _checks.check_weight(weight, logits)
     _checks.check_choice("reduction", reduction, _checks.REDUCTIONS)
     _checks.check_smoothing(label_smoothing, margin)
@@ -123,7 +125,7 @@ def exact_loss(
         # What an ignored row holds must not touch a gradient, not even as 0·NaN.
         x = torch.where(valid.unsqueeze(-1), x, torch.zeros_like(x))
     if normalize:
-        x = normalize_scores(x, valid, data_group)
+        x = normalize_scores(x, valid, data_group, normalize == "cap")
     if soft or label_smoothing > 0:
         loss, scale = _soft_loss(x, target, sigma, power, noise, nodes, weight, label_smoothing, soft, logits.dtype)
     else:

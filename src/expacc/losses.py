@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from expacc import _checks
-from expacc.functional import Backend, Integrator, Noise, Reduction, check_group, exact_loss
+from expacc.functional import Backend, Integrator, Noise, Normalize, Reduction, check_group, exact_loss
 
 _STATE = ("sigma", "power")
 
@@ -24,9 +24,11 @@ class ExactLoss(nn.Module):
     of NaN; a class of probability 0 contributes 0 whatever its score; a row of -inf alone counts as equal scores with
     gradient 0; a margin together with class probabilities or label smoothing is refused.
 
-    `normalize` is the paper's batch normalisation inside the loss: one mean and one standard deviation (√(var + 1e-5),
-    var the unbiased one) over all finite logits of the rows that count. It uses the batch at hand in training and in
-    eval mode alike, and is no part of the model: predictions are the argmax of the raw logits. Per-sample gradients
+    ``normalize=True`` is the paper's batch normalisation inside the loss: one mean and one standard deviation
+    (√(var + 1e-5), var the unbiased one) over all finite logits of the rows that count. ``normalize="cap"`` divides by
+    that deviation where it is more than 1 and leaves smaller logits as they are: a network that has just begun is not
+    pushed harder than by cross-entropy, and one that runs away is held. Either uses the batch at hand in training and
+    in eval mode alike, and is no part of the model: predictions are the argmax of the raw logits. Per-sample gradients
     (``vmap(grad)``) therefore normalise each sample by itself, and a single sample of two classes has gradient 0.
 
     σ and q are float64 buffers: ``.half()`` and ``.to(dtype)`` leave their dtype alone, and moving their values
@@ -38,7 +40,7 @@ class ExactLoss(nn.Module):
         margin: r > 0 asks the target to lead by no more than r: m_i = min(mu_y - mu_i, r)/σ. None: no margin.
         power: q.
         noise: "gaussian", or "gumbel": P = softmax(mu/σ)_y without a margin.
-        normalize: normalise the logits inside the loss.
+        normalize: normalise the logits inside the loss: True, "cap" or False.
         weight: one factor per class, (C,), as in CrossEntropyLoss.
         ignore_index: target value whose samples count nothing.
         reduction: "mean", "sum" or "none".
@@ -90,7 +92,7 @@ class ExactLoss(nn.Module):
         margin: float | None = None,
         power: float = 0.3,
         noise: Noise = "gaussian",
-        normalize: bool = True,
+        normalize: Normalize = True,
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
@@ -105,7 +107,7 @@ class ExactLoss(nn.Module):
         super().__init__()
         _checks.check_margin(margin)
         _checks.check_choice("noise", noise, _checks.NOISES)
-        _checks.check_flag("normalize", normalize)
+        _checks.check_normalize(normalize)
         _checks.check_weight_form(weight)
         _checks.check_ignore_index(ignore_index)
         _checks.check_choice("reduction", reduction, _checks.REDUCTIONS)
@@ -122,7 +124,7 @@ class ExactLoss(nn.Module):
         self.register_buffer("weight", weight)
         self.margin = margin
         self.noise: Noise = noise
-        self.normalize = normalize
+        self.normalize: Normalize = normalize
         self.ignore_index = ignore_index
         self.reduction: Reduction = reduction
         self.label_smoothing = label_smoothing
@@ -145,7 +147,8 @@ class ExactLoss(nn.Module):
         if self.normalize and logits.numel() == 2 and not self._warned and self._is_single(logits):
             self._warned = True
             warnings.warn(
-                "normalize=True has nothing to normalise by in a single sample of two classes: its gradient is 0. "
+                f"normalize={self.normalize!r} has nothing to normalise by in a single sample of two classes: its "
+                f"gradient is 0{' beyond a gap of 1.4' if self.normalize == 'cap' else ''}. "
                 "Use larger batches, or ExactLoss(normalize=False).",
                 UserWarning,
                 stacklevel=4,  # past Module's two frames, at the caller's line
@@ -199,7 +202,7 @@ class ExactLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Show what differs from the defaults, and always σ and q."""
-        shown = [f"sigma={float(self.sigma):g}", f"power={float(self.power):g}", f"normalize={self.normalize}"]
+        shown = [f"sigma={float(self.sigma):g}", f"power={float(self.power):g}", f"normalize={self.normalize!r}"]
         if self.margin is not None:
             shown.append(f"margin={self.margin:g}")
         if self.noise != "gaussian":

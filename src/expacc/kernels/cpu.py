@@ -30,8 +30,9 @@ from expacc.kernels.build import LIBRARY
 _VARIANTS = ("baseline", "avx2", "avx512")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _NOISES = {"gaussian": 0, "gumbel": 1}
+_NORMALIZE = (False, True, "cap")
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-_INTERFACE = 1  # EXPACC_INTERFACE of native/request.h
+_INTERFACE = 2  # EXPACC_INTERFACE of native/request.h
 _REQUEST = struct.Struct("@28qd")  # expacc_request of native/request.h
 _COMPLETION = struct.Struct("@18q")  # expacc_completion
 
@@ -148,7 +149,7 @@ class _Options(NamedTuple):
 
     margin: float | None
     noise: str
-    normalize: bool
+    normalize: bool | str
     ignore_index: int
     reduction: str
 
@@ -221,7 +222,7 @@ def _evaluate(
             loss.data_ptr(), target.data_ptr(), ignore_index,
             0 if weight is None else weight.data_ptr(), 0 if weight is None else _DTYPES[weight.dtype],
             sigma.data_ptr(), _DTYPES[sigma.dtype], per_row, power.data_ptr(),
-            _NOISES[noise], normalize, _REDUCTIONS[reduction],
+            _NOISES[noise], _NORMALIZE.index(normalize), _REDUCTIONS[reduction],
             0 if sigma_grad is None else sigma_grad.data_ptr(), 0 if couple is None else couple.data_ptr(),
             native.parallel, torch.get_num_threads(),
             float("inf") if margin is None else margin,
@@ -339,7 +340,7 @@ def _differentiable_backward(ctx: Any, upstream: Tensor) -> Any:
 
 def loss(
     logits: Tensor, target: Tensor, sigma: Tensor, power: Tensor, *, margin: float | None = None,
-    noise: str = "gaussian", normalize: bool = True, weight: Tensor | None = None, ignore_index: int = -100,
+    noise: str = "gaussian", normalize: bool | str = True, weight: Tensor | None = None, ignore_index: int = -100,
     reduction: str = "none",
 ) -> Tensor:  # fmt: skip
     """Return the loss of `expacc.functional.exact_loss` for class indices, from the native kernel: the eager door.
@@ -370,9 +371,9 @@ def loss(
 @torch.library.custom_op("expacc::loss", mutates_args=())
 def _loss_op(
     logits: Tensor, target: Tensor, sigma: Tensor, power: Tensor, weight: Tensor | None, margin: float | None,
-    noise: str, normalize: bool, ignore_index: int, reduction: str, want_grad: bool, want_sigma: bool,
+    noise: str, normalize: int, ignore_index: int, reduction: str, want_grad: bool, want_sigma: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    options = _Options(margin, noise, normalize, ignore_index, reduction)
+    options = _Options(margin, noise, _NORMALIZE[normalize], ignore_index, reduction)
     outcome = _evaluate(logits, target, sigma, power, weight, options, want_grad, want_sigma)
     grad = torch.empty(0) if outcome.grad is None else outcome.grad.contiguous()
     sigma_grad, couple = (torch.empty(0, dtype=torch.float64) if part is None else part for part in outcome[2:])
@@ -432,7 +433,7 @@ _loss_op.register_autograd(_backward, setup_context=_setup_context)
 
 def loss_op(
     logits: Tensor, target: Tensor, sigma: Tensor, power: Tensor, *, margin: float | None = None,
-    noise: str = "gaussian", normalize: bool = True, weight: Tensor | None = None, ignore_index: int = -100,
+    noise: str = "gaussian", normalize: bool | str = True, weight: Tensor | None = None, ignore_index: int = -100,
     reduction: str = "none",
 ) -> Tensor:  # fmt: skip
     """Return the same as `loss`, through `torch.ops.expacc.loss`: the door for torch.compile.
@@ -441,6 +442,6 @@ def loss_op(
     """
     learning = torch.is_grad_enabled()
     return torch.ops.expacc.loss(
-        logits, target, sigma, power, weight, margin, noise, normalize, ignore_index, reduction,
+        logits, target, sigma, power, weight, margin, noise, _NORMALIZE.index(normalize), ignore_index, reduction,
         learning and logits.requires_grad, learning and sigma.requires_grad,
     )[0]  # fmt: skip

@@ -267,7 +267,10 @@ def mean_losses(loss: nn.Module, scores: Tensor, target: Tensor) -> Tensor:
         return vmap(loss)(scores, target)
     if loss.normalize:
         spread, mean = torch.var_mean(scores, dim=(1, 2), keepdim=True)
-        scores = (scores - mean) / (spread + 1e-5).sqrt()
+        spread = (spread + 1e-5).sqrt()
+        if loss.normalize == "cap":
+            spread = torch.where(spread > 1, spread, torch.ones_like(spread))
+        scores = (scores - mean) / spread
     rows = exact_loss(
         scores.flatten(0, 1), target.flatten(), loss.sigma, margin=loss.margin, power=loss.power, noise=loss.noise,
         normalize=False,

@@ -484,7 +484,7 @@ void EXPACC_NAME(expacc_finish)(const expacc_completion *in) {
         for (int64_t r = 0; r < rows; r++)
             if (in->couple[r] != 0) slope += in->couple[r] * in->upstream[r];
         mean = in->couple[rows];
-        slope *= in->couple[rows + 1];
+        slope = in->couple[rows + 1] == 0 ? 0 : slope * in->couple[rows + 1]; /* 0: capped, whatever the sum */
     }
     finish(in, mean, slope);
 }
@@ -525,6 +525,7 @@ int64_t EXPACC_NAME(expacc_loss)(const expacc_request *in) {
 
     const double entries = (double)j.rows * classes;
     double n = 0, mean = 0, squares = 0;
+    int capped = 0; /* the logits stay as they are, and nothing flows through the statistics */
     if (in->normalize) {
         run(in->parallel, entries < PARALLEL_SWEEP ? 1 : in->threads, measure_worker, &j);
         for (int64_t c = 0; c < j.chunks; c++) { /* Chan's update, in order */
@@ -536,6 +537,8 @@ int64_t EXPACC_NAME(expacc_loss)(const expacc_request *in) {
             n = both;
         }
         j.deviation = sqrt(squares / (n > 2 ? n - 1 : 1) + NORMALIZE_EPS);
+        capped = in->normalize == CAP && j.deviation <= 1;
+        if (capped) j.deviation = 1;
     }
 
     /* Direct rows cost some twenty times a binned entry, a Gumbel entry a third. */
@@ -547,9 +550,9 @@ int64_t EXPACC_NAME(expacc_loss)(const expacc_request *in) {
         double loss = 0, dot = 0;
         for (int64_t c = 0; c < j.chunks; c++) loss += j.sums[c * WIDTH + SUM_LOSS], dot += j.sums[c * WIDTH + SUM_DOT];
         if (in->reduction != NONE) store_loss(in->loss, 0, in->reduction == MEAN ? loss / j.total_weight : loss, in->dtype);
-        const double slope = 1.0 / ((n > 2 ? n - 1 : 1) * j.deviation * j.deviation);
+        const double slope = capped ? 0 : 1.0 / ((n > 2 ? n - 1 : 1) * j.deviation * j.deviation);
         if (in->normalize && in->couple) in->couple[j.rows] = mean, in->couple[j.rows + 1] = slope;
-        else if (in->normalize && in->grad && dot != 0) {
+        else if (in->normalize && in->grad && !capped && dot != 0) {
             expacc_completion last = {in->x, in->dtype, in->outer, in->inner, classes, in->x_outer, in->x_inner, in->x_class,
                                       in->grad, in->g_outer, in->g_inner, in->g_class, in->target, in->ignore_index,
                                       NULL, NULL, in->parallel, in->threads};

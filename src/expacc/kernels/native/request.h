@@ -8,11 +8,12 @@
 #include <stdint.h>
 
 /* One more whenever a request or the meaning of a field changes; _INTERFACE in cpu.py. */
-#define EXPACC_INTERFACE 1
+#define EXPACC_INTERFACE 2
 
 enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 enum { GAUSSIAN, GUMBEL };
 enum { NONE, MEAN, SUM };
+enum { CAP = 2 };
 
 /* GOMP_parallel: run fn(data) on that many threads and wait. */
 typedef void (*expacc_parallel)(void (*fn)(void *), void *data, unsigned threads, unsigned flags);
@@ -33,7 +34,9 @@ typedef struct {
     int64_t sigma_dtype;   /* FLOAT32 or FLOAT64 */
     int64_t sigma_per_row;
     const double *power;
-    int64_t noise, normalize, reduction;
+    int64_t noise;
+    int64_t normalize;     /* 0: no; 1: divide by the deviation; CAP: where it exceeds 1 */
+    int64_t reduction;
     double *sigma_grad;    /* out, per row; NULL: not wanted */
     double *couple;        /* out, with reduction NONE and normalize: per row its share in the gradient of the standard
                               deviation, then the mean and 1/((n - 1) std²): what expacc_finish needs */
