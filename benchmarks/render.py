@@ -23,6 +23,8 @@ from benchmarks.tables import (
     toy_table,
 )
 from expacc.studies import CommandError
+from expacc.studies.defaults import make_tables
+from expacc.studies.defaults_verdict import judge
 from expacc.studies.records import Record, write_atomically
 
 _MARKED = re.compile(r"(<!-- begin: (\S+) -->\n)(.*?)(<!-- end: \2 -->)", re.DOTALL)
@@ -58,6 +60,9 @@ BLOCKS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "special-origin": ("special.json", origin),
     "toy": ("toy.json", lambda record: markdown(toy_table(record))),
     "toy-origin": ("toy.json", origin),
+    "defaults": ("defaults.json", lambda record: markdown(make_tables(judge(record.rows))[0])),
+    "defaults-problems": ("defaults.json", lambda record: markdown(make_tables(judge(record.rows))[1])),
+    "defaults-origin": ("defaults.json", origin),
 }
 
 

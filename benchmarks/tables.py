@@ -206,5 +206,6 @@ def origin(record: Record) -> str:
     hardware = record.hardware
     versions = record.versions
     what = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "scipy") if name in versions)
-    where = f"{hardware['processor']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB"
+    accelerator = f", {hardware['accelerator']}" if hardware["accelerator"] else ""
+    where = f"{hardware['processor']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB{accelerator}"
     return f"`{record.command}` at {record.commit[:12]}{'+' * record.commit.endswith('-dirty')}: {where}; {what}."

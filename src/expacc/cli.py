@@ -80,7 +80,7 @@ COMMANDS = {
         "expacc.studies.toy", STUDY_OPTIONS, "studies", ("matplotlib", "rich"),
     ),
     "study defaults": Command(
-        "the study behind ExactLoss's default: twenty losses on eight problems; what is done is not done again",
+        "the study behind ExactLoss's default: twenty-six losses on eight problems; what is done is not done again",
         "expacc.studies.defaults", DEFAULTS_OPTIONS, "studies", ("matplotlib", "rich", "pandas", "sklearn"),
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The study behind ExactLoss's default: twenty losses, eight problems, three optimizers, five learning rates.
+"""The study behind ExactLoss's default: twenty-six losses, eight problems, three optimizers, five learning rates.
 
 The plan, and what decides, is in :mod:`expacc.studies.defaults_plan`. A stage of a problem and an optimizer is trained
 as one fleet and kept under ``out/defaults`` when it is done; a killed study goes on from there. ``defaults.json``
@@ -201,35 +201,48 @@ def _identify(record: Record) -> tuple[object, ...]:
 
 
 def make_tables(verdict: Verdict) -> list[Table]:
-    """Return the table of all losses against cross-entropy, and that of the default by problem."""
+    """Return the table of all losses by the plan's criteria, and that of all losses by problem."""
     losses = [
         [
             name,
             f"{each.accuracy:.2%}",
             _points(each.difference, each.error),
-            f"{_points(each.worst_difference, each.worst_error)} {each.worst_problem}",
             f"{len(each.broken)} of {each.cells}",
-            f"{100 * each.lowest:+.1f} {each.lowest_cell}",
+            f"{100 * each.lowest:+.1f}",
+            ", ".join(name for name, found in each.problems.items() if found.difference < -plan.LIMIT * found.error)
+            or "none",
         ]
         for name, each in verdict.losses.items()
     ]
-    problems = [
-        [name, f"{reference:.2%}", f"{ours:.2%}", _points(difference, error)]
-        for name, (reference, ours, difference, error) in verdict.problems.items()
+    problems = list(verdict.losses[plan.REFERENCE].problems)
+    by_problem = [
+        [name, *(_clear_points(*each.problems[problem][1:]) for problem in problems)]
+        for name, each in verdict.losses.items()
+        if name != plan.REFERENCE
     ]
+    reference = [f"{each.accuracy:.2%}" for each in verdict.losses[plan.REFERENCE].problems.values()]
     return [
         Table(
             "Losses against cross-entropy, in points of test accuracy",
-            ("loss", "mean", "difference", "worst problem", "broken", "lowest cell"),
+            ("loss", "mean", "difference", "collapses", "lowest cell", "behind on"),
             losses,
             "Mean and difference: each loss at its own best learning rate, five seeds, ± paired standard error. "
-            f"Broken: cells of problem, optimizer, rate over {100 * plan.COLLAPSE:g} points below cross-entropy.",
+            f"Collapses: cells of problem, optimizer and rate over {100 * plan.COLLAPSE:g} points below cross-entropy. "
+            f"Behind: by more than {plan.LIMIT:g} standard errors.",
         ),
         Table(
-            "The default by problem, at the best rates", ("problem", plan.REFERENCE, "default", "difference"), problems
+            "By problem: points above cross-entropy, at the best rates",
+            ("loss", *problems),
+            [["cross-entropy itself", *reference], *by_problem],
+            f"* by more than {plan.LIMIT:g} paired standard errors.",
         ),
     ]
 
 
 def _points(difference: float, error: float) -> str:
     return f"{100 * difference:+.2f} ± {100 * error:.2f}"
+
+
+def _clear_points(difference: float, error: float) -> str:
+    """Return points of accuracy, with a star where they are many standard errors from 0."""
+    return f"{100 * difference:+.2f}{' *' if abs(difference) > plan.LIMIT * error else ''}"

@@ -53,6 +53,18 @@ def _recipes() -> dict[str, Recipe]:
         "Gaussian 0.3, margin 2": Recipe(partial(ExactLoss, margin=2.0)),
         "Gaussian 0.3, raw logits": Recipe(partial(ExactLoss, normalize=False)),
     }
+    # Added after the second run.
+    recipes |= {
+        f"Gaussian {q:g}, σ {sigma:g}, capped": Recipe(partial(ExactLoss, power=q, sigma=sigma, normalize="cap"))
+        for sigma in (0.5, 0.7)
+        for q in (0.3, 0.5)
+    }
+    recipes |= {
+        f"Gumbel {q:g}, σ 0.55, capped": Recipe(
+            partial(ExactLoss, power=q, sigma=0.7 * TWIN, normalize="cap", noise="gumbel")
+        )
+        for q in (0.0, 0.3)
+    }
     # The paper's margin on MNIST and CIFAR-10; its schedule and normaliser, as attach(recipe="paper") sets them.
     recipes["published recipe"] = Recipe(partial(ExactLoss, power=1.0, margin=0.5), (10.0, 1.0), True)
     return recipes

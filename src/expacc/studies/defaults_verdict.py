@@ -3,13 +3,21 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from expacc.studies import defaults_plan as plan
 
 Row = Mapping[str, Any]
+
+
+class OfProblem(NamedTuple):
+    """Hold a loss on a problem: its accuracy, the mean paired difference to cross-entropy, the standard error."""
+
+    accuracy: float
+    difference: float
+    error: float
 
 
 @dataclass
@@ -19,8 +27,7 @@ class OfLoss:
     Args:
         accuracy: mean over problems, optimizers and seeds, each loss at its best rate.
         difference, error: mean paired difference to cross-entropy there, and its standard error.
-        worst_problem: the one with the lowest difference in standard errors.
-        worst_difference, worst_error: its.
+        problems: the same by problem.
         cells: of the grid that count.
         broken: those below cross-entropy by more than the plan allows: problem, optimizer, rate.
         lowest, lowest_cell: the lowest difference of all cells that count.
@@ -29,9 +36,7 @@ class OfLoss:
     accuracy: float = 0.0
     difference: float = 0.0
     error: float = 0.0
-    worst_problem: str = ""
-    worst_difference: float = 0.0
-    worst_error: float = 0.0
+    problems: dict[str, OfProblem] = field(default_factory=dict)
     cells: int = 0
     broken: list[tuple[str, str, float]] = field(default_factory=list)
     lowest: float = 0.0
@@ -40,17 +45,19 @@ class OfLoss:
 
 @dataclass
 class Verdict:
-    """Hold what the study says: by loss, and of the default by problem (theirs, ours, difference, error)."""
+    """Hold what the study says of every loss."""
 
     losses: dict[str, OfLoss]
-    problems: dict[str, tuple[float, float, float, float]]
 
-    @property
-    def holds(self) -> bool:
-        """Say whether the default passes all three criteria of the plan."""
-        default = self.losses[plan.DEFAULT]
-        behind = any(difference < -plan.LIMIT * error for _, _, difference, error in self.problems.values())
-        return not default.broken and default.difference >= 0 and not behind
+    def failures(self, name: str) -> list[str]:
+        """Return the plan's criteria that a loss fails."""
+        each = self.losses[name]
+        behind = [problem for problem, found in each.problems.items() if found.difference < -plan.LIMIT * found.error]
+        return [
+            *([f"collapses in {len(each.broken)} cells"] if each.broken else []),
+            *([f"behind by {-100 * each.difference:.2f} points"] if each.difference < 0 else []),
+            *([f"behind on {', '.join(behind)}"] if behind else []),
+        ]
 
 
 def pair(differences: Sequence[float]) -> tuple[float, float]:
@@ -87,10 +94,11 @@ def judge(rows: Sequence[Row]) -> Verdict:
     for row in rows:
         by_cell[row["problem"], row["optimizer"]].append(row)
     pairs: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    losses = {name: OfLoss(lowest=float("inf")) for name in plan.RECIPES}
+    there = {row["method"] for row in rows}
+    losses = {name: OfLoss(lowest=float("inf")) for name in plan.RECIPES if name in there}
     for (problem, optimizer), cell in by_cell.items():
         best = {(row["method"], row["seed"]): row["value"] for row in cell if row["stage"] == "best"}
-        for name in plan.RECIPES:
+        for name in losses:
             pairs[name][problem] += [(best[name, seed], best[plan.REFERENCE, seed]) for seed in plan.SEEDS]
         for name, rate, difference in compare_cells(cell):
             each = losses[name]
@@ -100,19 +108,14 @@ def judge(rows: Sequence[Row]) -> Verdict:
             if difference < each.lowest:
                 each.lowest, each.lowest_cell = difference, f"{problem} {optimizer} {rate:g}"
     for name, each in losses.items():
-        all_pairs = [pair for found in pairs[name].values() for pair in found]
-        each.accuracy = float(np.mean([ours for ours, _ in all_pairs]))
-        if name == plan.REFERENCE:
-            continue
-        each.difference, each.error = pair([ours - reference for ours, reference in all_pairs])
-        by_problem = {problem: pair([a - b for a, b in found]) for problem, found in pairs[name].items()}
-        each.worst_problem = min(by_problem, key=lambda problem: _ratio(*by_problem[problem]))
-        each.worst_difference, each.worst_error = by_problem[each.worst_problem]
-    problems = {}
-    for problem, found in pairs[plan.DEFAULT].items():
-        ours, reference = np.mean(found, axis=0)
-        problems[problem] = (float(reference), float(ours), *pair([a - b for a, b in found]))
-    return Verdict(losses, problems)
+        for problem, found in pairs[name].items():
+            each.problems[problem] = OfProblem(
+                float(np.mean([ours for ours, _ in found])), *pair([ours - reference for ours, reference in found])
+            )
+        everywhere = [both for found in pairs[name].values() for both in found]
+        each.accuracy = float(np.mean([ours for ours, _ in everywhere]))
+        each.difference, each.error = pair([ours - reference for ours, reference in everywhere])
+    return Verdict(losses)
 
 
 def compare_cells(cell: Sequence[Row]) -> list[tuple[str, float, float]]:
@@ -136,7 +139,3 @@ def compare_cells(cell: Sequence[Row]) -> list[tuple[str, float, float]]:
             difference = float(np.mean([values[seed] - theirs[seed] for seed in seeds]))
         found.append((name, rate, difference))
     return found
-
-
-def _ratio(difference: float, error: float) -> float:
-    return difference / error if error else np.sign(difference) * np.inf if difference else 0.0
