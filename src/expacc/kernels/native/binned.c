@@ -768,7 +768,7 @@ static void fill_row(const expacc_rows *in, ptrdiff_t r, float log_p, float grad
  * over the classes in double, with the square taken out of log Φ and the linear part out of λ. */
 typedef struct { double square, rest, hazard, bend; } far_terms;
 
-/* x = y + u of EXPACC_LANES classes, as float and in two halves; 0 terms where x > 14, *near: whether any is below. */
+/* x = y + u of EXPACC_LANES classes, as float and in two halves; +inf where nobody takes part. */
 EXPACC_INLINE vf far_arguments(const float *scores, ptrdiff_t n, ptrdiff_t skip, double y, float top, double scale, double held,
                                vd half[2]) {
     float x[EXPACC_LANES], wide[EXPACC_LANES];
@@ -776,8 +776,9 @@ EXPACC_INLINE vf far_arguments(const float *scores, ptrdiff_t n, ptrdiff_t skip,
     if (skip >= 0 && skip < EXPACC_LANES) x[skip] = -INFINITY;
     for (int h = 0; h < 2; h++) {
         vd d = vd_set((double)top) - vd_load_float(x + h * (EXPACC_LANES / 2));
-        vd u = vd_select((vl)(d < vd_set(INFINITY)), d * scale, vd_set(1e12));
-        u = vd_select((vl)((u < vd_set(held)) | (u >= vd_set(1e12))), u, vd_set(held));
+        vd u = d * scale;
+        u = vd_select((vl)(u < vd_set(held)), u, vd_set(held));
+        u = vd_select((vl)(d < vd_set(INFINITY)), u, vd_set(INFINITY));
         half[h] = u + y;
         vd_store_float(wide + h * (EXPACC_LANES / 2), half[h]);
     }
@@ -814,9 +815,14 @@ static far_terms far_sum(const float *x, ptrdiff_t n, ptrdiff_t y_class, double 
     return s;
 }
 
+/* The product, 0 where v is 0: with a negative power the weight may be inf. */
+static double times(double weight, double v) { return v != 0 ? weight * v : 0; }
+
 #define FAR_NODES 25
 static void far_row(const expacc_rows *in, ptrdiff_t r, float top, double nearest, double u_scale, double held, int wanted) {
     const ptrdiff_t n = in->classes, own = in->target[r];
+    const double stretch = nearest < -EXPACC_FURTHEST ? -nearest / EXPACC_FURTHEST : 1;
+    nearest /= stretch, u_scale /= stretch, held /= stretch;
     const float *x = in->x + r * in->stride;
     double y = 0.5 * nearest, width = 1; /* left of the mode: Newton climbs monotonically */
     for (int k = 0; k < 60; k++) {
@@ -838,12 +844,12 @@ static void far_row(const expacc_rows *in, ptrdiff_t r, float top, double neares
         height[k] = exp(height[k] - best);
         sum += height[k], mean += height[k] * (at[k] - y);
     }
-    double log_p = best + log(sum * 0.5 * width) - 0.9189385332046727;
+    const double log_p = (best + log(sum * 0.5 * width) - 0.9189385332046727) * stretch * stretch;
     in->log_p[r] = (float)log_p;
     if (!wanted) return;
     mean = y + mean / sum;
     for (int k = 0; k < FAR_NODES; k++) height[k] /= sum;
-    const double scale = in->scale[r], cap = in->cap[r], weight = in->factor[r] * exp(in->power * log_p);
+    const double scale = in->scale[r], cap = in->cap[r], weight = in->factor[r] * exp(in->power * log_p) * stretch * stretch;
     const float threshold = cap < INFINITY ? cap_threshold(x[own], scale, cap) : -INFINITY;
     float *grad = in->grad ? in->grad + r * in->grad_stride : NULL;
     double all = 0, all_gap = 0, live = 0, live_gap = 0;
@@ -866,12 +872,12 @@ static void far_row(const expacc_rows *in, ptrdiff_t r, float top, double neares
             int below = x[i + k] > threshold;
             all += entry, all_gap += entry * gap;
             if (below) live += entry, live_gap += entry * gap;
-            if (grad) grad[i + k] = below ? (float)(entry * (weight * scale)) : 0.0f;
+            if (grad) grad[i + k] = below ? (float)times(weight * (scale / stretch), entry) : 0.0f;
         }
     }
-    if (grad) grad[own] = (float)-(live * (weight * scale));
-    if (in->dot) in->dot[r] = weight * all_gap;
-    if (in->dot_live) in->dot_live[r] = weight * live_gap;
+    if (grad) grad[own] = (float)-times(weight * (scale / stretch), live);
+    if (in->dot) in->dot[r] = times(weight, all_gap);
+    if (in->dot_live) in->dot_live[r] = times(weight, live_gap);
 }
 
 static void row(const expacc_rows *in, ptrdiff_t r, work *w, double depth) {
@@ -892,6 +898,8 @@ static void row(const expacc_rows *in, ptrdiff_t r, work *w, double depth) {
     const double scale = in->scale[r], cap = in->cap[r], own = x[y];
     const double gap = (own - (double)top) * scale, nearest = LESS(gap, cap);
     if (nearest > CERTAIN) { fill_row(in, r, 0, 0); return; }
+    if (nearest < -EXPACC_NOWHERE) { fill_row(in, r, -INFINITY, 0); return; }
+    if (expacc_hopeless(in->power, nearest)) { fill_row(in, r, (float)(-0.25 * nearest * nearest), 0); return; }
     /* All gaps relative to the nearest; where the nearest is capped, so is everybody. */
     const double held = cap - nearest, u_scale = gap < cap ? scale : 0.0;
 

@@ -37,4 +37,20 @@ typedef struct {
  * competitor, or a competitor of +inf: P = 0 (log_p = -inf, grad 0). A NaN anywhere: log_p and the row's grad NaN.
  * A row of -inf alone counts as equal scores with gradient 0; no live finite competitor: P = 1, gradient 0. */
 
+/* Rows without hope, as in the reference. Beyond EXPACC_FURTHEST log P(m) is s² log P(m/s) to 1e-10; beyond
+ * EXPACC_NOWHERE a gap's square is not finite: P = 0. Below exp(-EXPACC_NOTHING) w is 0 whatever the scale, and the loss
+ * 1/power whatever the log_p: such a row need not be integrated, log P < -gap²/4 says enough. */
+#define EXPACC_FURTHEST 1e6
+#define EXPACC_NOWHERE 1e150
+#define EXPACC_NOTHING 500.0
+static inline int expacc_hopeless(double power, double gap) { return gap < 0 && power * gap * gap > 4 * EXPACC_NOTHING; }
+
+/* A weight as a product of two floats. A negative power makes it larger than float holds: inf, and the gradient of a
+ * class far behind inf · 0. */
+static inline void expacc_split(double weight, float *one, float *other) {
+    const double size = weight < 0 ? -weight : weight;
+    *other = size > 1e68 ? 1e38f : size > 1e30 ? (float)(size / 1e30) : 1.0f;
+    *one = size > 1e30 ? (weight < 0 ? -1e30f : 1e30f) : (float)weight;
+}
+
 #endif
