@@ -139,7 +139,7 @@ def test_every_function_is_finite(classes, gap, function):
     assert torch.isfinite(value).all() or (function is log_expected_accuracy and gap > 1e19)
 
 
-@pytest.mark.parametrize("power", [*POWERS])
+@pytest.mark.parametrize("power", [*POWERS, -1.0])
 @pytest.mark.parametrize("classes", [2, 10, 40, 100])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_row_depends_on_its_neighbours(variant, classes, power):
@@ -151,6 +151,28 @@ def test_no_row_depends_on_its_neighbours(variant, classes, power):
         together = evaluate("cpu", x, target, 1.0, power=power)
         alone = [evaluate("cpu", x[i : i + 1], target[i : i + 1], 1.0, power=power) for i in range(len(x))]
     assert all(torch.equal(a, torch.cat(b)) for a, b in zip(together, zip(*alone, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "gumbel"])
+@pytest.mark.parametrize("classes", [3, 10, 41, 300])
+@pytest.mark.parametrize("power", [-0.1, -1.0, -3.0])
+def test_a_negative_power_beyond_float(power, classes, noise):
+    """P^q beyond float is an infinite loss and gradient, but 0 where a class is too far behind to count, never NaN."""
+    x = torch.zeros(6, classes)
+    x[:, 1] = torch.tensor([12.0, 18.0, 30.0, 100.0, 1e3, 1e5])
+    x[:, 2] = -3.0 * x[:, 1]
+    value, grad, sigma_grad = evaluate("cpu", x, torch.zeros(6, dtype=torch.int64), 1.0, power=power, noise=noise)
+    want, slope, sigma_slope = evaluate(
+        "reference", x, torch.zeros(6, dtype=torch.int64), 1.0, power=power, noise=noise
+    )
+    torch.testing.assert_close(value, want.float().double(), rtol=1e-4, atol=0.0)
+    assert not grad.isnan().any()
+    assert not sigma_grad.isnan().any()
+    assert (grad[:, 0] < 0).all()
+    assert (grad[:, 2] < 1e-3 * grad[:, 1]).all()
+    held = slope.isfinite().all(1) & sigma_slope.isfinite()  # the reference's float64
+    torch.testing.assert_close(grad[held, :2], slope[held, :2].float().double(), rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(sigma_grad[held], sigma_slope[held], rtol=1e-4, atol=0.0)
 
 
 @pytest.mark.filterwarnings("ignore:sigma = .* has collapsed")

@@ -929,10 +929,13 @@ static void row(const expacc_rows *in, ptrdiff_t r, work *w, double depth) {
     in->log_p[r] = (float)v.log_p;
     if (!wanted) return;
 
-    double weight = in->factor[r] * (double)exp_one((float)(in->power * v.log_p)) * v.slope;
+    const double damping = in->power < 0 ? exp(in->power * v.log_p) : (double)exp_one((float)(in->power * v.log_p));
+    const double weight = in->factor[r] * damping * v.slope * scale;
+    float coefficient, more;
+    expacc_split(weight, &coefficient, &more);
+    const double lift = more == 1 ? 1 : weight / coefficient;
     const float width = v.width;
-    slope_rule rule = {top, (float)(u_scale / width), (float)LESS(held / width, 1e6), (float)v.pieces,
-                       (float)(weight * scale), -INFINITY};
+    slope_rule rule = {top, (float)(u_scale / width), (float)LESS(held / width, 1e6), (float)v.pieces, coefficient, -INFINITY};
     const int capped = cap < INFINITY;
     if (capped) rule.threshold = cap_threshold(own, scale, cap);
     float *grad = in->grad ? in->grad + r * in->grad_stride : NULL;
@@ -940,8 +943,9 @@ static void row(const expacc_rows *in, ptrdiff_t r, work *w, double depth) {
     slope_sums sums = capped ? (dots ? slopes_of(w, &rule, x, grad, n, y, 1, 1) : slopes_of(w, &rule, x, grad, n, y, 1, 0))
                                   : (dots ? slopes_of(w, &rule, x, grad, n, y, 0, 1) : slopes_of(w, &rule, x, grad, n, y, 0, 0));
     if (grad) grad[y] = (float)-sums.live;
-    if (in->dot) in->dot[r] = (nearest * sums.all + width * sums.all_gap) / scale;
-    if (in->dot_live) in->dot_live[r] = (nearest * sums.live + width * sums.live_gap) / scale;
+    for (ptrdiff_t i = 0; grad && more != 1 && i < n; i++) grad[i] *= more;
+    if (in->dot) in->dot[r] = (nearest * sums.all + width * sums.all_gap) / scale * lift;
+    if (in->dot_live) in->dot_live[r] = (nearest * sums.live + width * sums.live_gap) / scale * lift;
 }
 
 size_t EXPACC_NAME(expacc_binned_scratch)(ptrdiff_t classes) {

@@ -129,11 +129,12 @@ static void one_row(const expacc_rows *in, ptrdiff_t r) {
     if (dot) *dot = -weight * wide;
     if (dot_live) *dot_live = -weight * live;
     if (!g) return;
-    const float c = (float)(weight * in->scale[r]);
+    float c = (float)(weight * in->scale[r]), more = 1.0f;
+    if (fabsf(c) > FAR) expacc_split(weight * in->scale[r], &c, &more);
     double total = 0;
     part = (vf){0};
     for (i = 0; i < n; i += EXPACC_LANES) {
-        vf e = c * vf_load_some(g + i, n - i, 0);
+        vf e = c * vf_load_some(g + i, n - i, 0) * more;
         if (capped) {
             vf u = (vf_load_some(x + i, n - i, -infinity) - own) * scale;
             e = vf_where(vf_lt(vf_set(floor), u), e);
