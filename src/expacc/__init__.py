@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         expected_error,
         log_expected_accuracy,
     )
+    from expacc.linear import ExactClassifier
     from expacc.losses import ExactLoss
     from expacc.normalizer import GradientNormalizer
     from expacc.schedules import (
@@ -44,6 +45,7 @@ __all__ = [
     "ConstantSigma",
     "CosinePower",
     "CosineSigma",
+    "ExactClassifier",
     "ExactLoss",
     "ExponentialPower",
     "ExponentialSigma",
@@ -63,7 +65,13 @@ __all__ = [
     "log_expected_accuracy",
 ]
 
-_HOMES = {"ExactLoss": "losses", "GradientNormalizer": "normalizer", "Attachment": "attachment", "attach": "attachment"}
+_HOMES = {
+    "Attachment": "attachment",
+    "ExactClassifier": "linear",
+    "ExactLoss": "losses",
+    "GradientNormalizer": "normalizer",
+    "attach": "attachment",
+}
 
 
 def _home(name: str) -> str:

@@ -23,7 +23,8 @@ class Path:
 
     Args:
         v: V of the best end.
-        sigmas, losses, accuracies: of every σ: its value, the expected error (with penalty) and the accuracy at its end.
+        sigmas: every σ.
+        losses, accuracies: at its end, the expected error (with penalty) and the accuracy.
         iterations: of all.
         sigma: that of the best end.
     """
@@ -38,7 +39,8 @@ class Path:
 
 def follow(
     objective: Objective, *, sigma_start: float, sigma_end: float, n_sigmas: int, margin: float, noise: str,
-    max_iter: int, tol: float, start: torch.Tensor | None = None, watch: Callable[[int, float, float], None] | None = None,
+    max_iter: int, tol: float, start: torch.Tensor | None = None,
+    watch: Callable[[int, float, float], None] | None = None,
 ) -> Path:  # fmt: skip
     """Follow the path from σ_start to σ_end.
 

@@ -24,7 +24,7 @@ from expacc.linear.sgd import train
 from expacc.linear.temperature import fit_temperature
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
 SOLVERS, NOISES = ("continuation", "sgd"), ("gaussian", "gumbel")
 DTYPES = [np.float64, np.float32]
@@ -117,7 +117,7 @@ class ExactClassifier(ClassifierMixin, BaseEstimator):
         tags.input_tags.sparse = True
         return tags
 
-    def fit(self, X: "ArrayLike", y: "ArrayLike", sample_weight: "ArrayLike | None" = None) -> "ExactClassifier":
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "ExactClassifier":
         """Fit to rows X and labels y.
 
         Args:
@@ -140,7 +140,7 @@ class ExactClassifier(ClassifierMixin, BaseEstimator):
         if len(self.classes_) < 2:
             raise ValueError(
                 f"ExactClassifier needs rows of at least two classes; all {len(y)} rows of y are of the one class "
-                f"{self.classes_[0]!r}."
+                f"{self.classes_.tolist()[0]!r}."
             )
         weight = weight * self._class_weights(target, weight)[target]
         X, target, weight = merge_rows(X, target, weight)
@@ -188,19 +188,19 @@ class ExactClassifier(ClassifierMixin, BaseEstimator):
             a, b = np.vstack([np.zeros_like(a[:1]), a]), np.concatenate([[0.0], b])
         self.coef_, self.intercept_ = a.astype(dtype), b.astype(dtype)
 
-    def decision_function(self, X: "ArrayLike") -> "NDArray[Any]":
+    def decision_function(self, X: Any) -> "NDArray[Any]":
         """Return the scores: of the second class, (rows,), for two classes; else of all, (rows, classes)."""
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=DTYPES, reset=False)
         scores = X @ self.coef_.T + self.intercept_
         return scores.ravel() if len(self.classes_) == 2 else scores
 
-    def predict(self, X: "ArrayLike") -> "NDArray[Any]":
+    def predict(self, X: Any) -> "NDArray[Any]":
         """Return the label with the highest score; of equals the first."""
         scores = self._all_scores(X)
         return self.classes_[scores.argmax(1)]
 
-    def predict_proba(self, X: "ArrayLike") -> "NDArray[Any]":
+    def predict_proba(self, X: Any) -> "NDArray[Any]":
         """Return the probability that each class's score is the highest under noise of scale `temperature_`.
 
         The temperature is fitted to the training rows by maximum likelihood, so these are as calibrated as one number
@@ -213,7 +213,7 @@ class ExactClassifier(ClassifierMixin, BaseEstimator):
         probabilities = torch.cat(parts)
         return (probabilities / probabilities.sum(1, keepdim=True)).numpy()
 
-    def _all_scores(self, X: "ArrayLike") -> "NDArray[Any]":
+    def _all_scores(self, X: Any) -> "NDArray[Any]":
         scores = self.decision_function(X)
         return np.stack([np.zeros_like(scores), scores], 1) if scores.ndim == 1 else scores
 
