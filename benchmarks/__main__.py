@@ -1,4 +1,4 @@
-"""`python -m benchmarks loss | accuracy | special | render`: parse, hand over, turn a mistake into one line."""
+"""`python -m benchmarks loss | accuracy | special | linear | render`: parse, hand over, turn a mistake into one line."""
 
 import argparse
 import importlib
@@ -10,6 +10,7 @@ from expacc.studies import CommandError, require_extra
 COMMANDS = {
     "loss": "time and memory of the loss, forward and backward, beside cross-entropy",
     "accuracy": "error of the integral against the number of nodes, over certified truth",
+    "linear": "training accuracy and time of ExactClassifier beside scikit-learn's linear classifiers",
     "special": "largest error of log Φ, λ and x + λ in ULP, over the whole line",
     "render": "write the committed records into the marked blocks of README.md and docs/",
 }
@@ -17,6 +18,7 @@ COMMANDS = {
 NEEDS = {
     "loss": ("rich",),
     "accuracy": ("rich", "scipy", "matplotlib"),
+    "linear": ("rich", "sklearn", "pandas"),
     "special": ("rich", "flint"),
     "render": (),
 }

@@ -14,6 +14,8 @@ from benchmarks import CHECKOUT, RESULTS
 from benchmarks.tables import (
     accuracy_table,
     builds,
+    linear_sizes_table,
+    linear_table,
     loss_table,
     markdown,
     memory_table,
@@ -60,6 +62,9 @@ BLOCKS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "special-origin": ("special.json", origin),
     "toy": ("toy.json", lambda record: markdown(toy_table(record))),
     "toy-origin": ("toy.json", origin),
+    "linear": ("linear.json", lambda record: markdown(linear_table(record))),
+    "linear-sizes": ("linear.json", lambda record: markdown(linear_sizes_table(record))),
+    "linear-origin": ("linear.json", origin),
     "defaults": ("defaults.json", lambda record: markdown(make_tables(judge(record.rows))[0])),
     "defaults-problems": ("defaults.json", lambda record: markdown(make_tables(judge(record.rows))[1])),
     "defaults-origin": ("defaults.json", origin),

@@ -7,7 +7,7 @@ most are settled. With m_i = min(s_y - s_i, r)/σ
 
 k the competitors that have met the margin: they have no slope, and one factor for all of them. What changes P by less
 than 1e-10 is left out: a row with an m below -9, a competitor with an m above 9.5. One live competitor and no margin in
-sight is Φ(m/√2). An error needs no relative accuracy here, so the nodes may stand still: equally spaced over ±7.5.
+sight is Φ(m/√2). An error needs no relative accuracy here, so the nodes may stand still: equally spaced over ±6.5.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 HOPELESS, SURE = -9.0, 9.5
-REACH = 7.5
+REACH = 6.5
 BLOCK = 1 << 17  # numbers at a time in the sums: they stay in the cache
 _ROOT2 = math.sqrt(2.0)
 
@@ -117,7 +117,7 @@ def _integrate(m: Tensor, met: Tensor, reach: float, classes: int) -> tuple[Tens
     if m.shape[1] == 1 and reach >= SURE:
         return 0.5 * torch.erfc(m[:, 0] / 2), torch.exp(m.square() / -4) / (2 * math.sqrt(math.pi))
     # The maximum of C normal variables is about 1/√(2 log C) wide: the trapezoidal rule is exact to 1e-8 at this step.
-    step = 0.8 / math.sqrt(2.0 * math.log(classes + 2))
+    step = 0.88 / math.sqrt(2.0 * math.log(classes + 2))
     half = math.ceil(REACH / step)
     z = torch.arange(-half, half + 1, dtype=m.dtype, device=m.device) * step
     weight = torch.exp(z.square() / -2) * (step / math.sqrt(2 * math.pi))
