@@ -1,4 +1,4 @@
-"""`python -m benchmarks loss | accuracy | special | linear | render`: parse, hand over, turn a mistake into one line."""
+"""`python -m benchmarks NAME`: parse, hand over, turn a mistake into one line."""
 
 import argparse
 import importlib

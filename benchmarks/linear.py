@@ -1,4 +1,4 @@
-r"""Training accuracy and time of ExactClassifier, LogisticRegression and LinearSVC: the ten tables, and synthetic sizes.
+r"""Training accuracy and time of ExactClassifier, LogisticRegression and LinearSVC: ten tables, synthetic sizes.
 
 One thread. The tables are prepared as the paper does, on their own test part or the paper's split; a cell's time is the
 least of `ROUNDS` fits, the methods in turn. Synthetic rows: normal features in float32, labels from a linear model with
@@ -17,7 +17,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.svm import LinearSVC
 
 from benchmarks import RESULTS
-from benchmarks.tables import linear_sizes_table, linear_table
+from benchmarks.tables import linear_sizes_table, linear_table, linear_times_table
 from expacc.datasets.preparation import make_preparation
 from expacc.datasets.tables import PAPER, load_table
 from expacc.linear import ExactClassifier
@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     finally:
         torch.set_num_threads(threads)
     print_table(linear_table(record))
+    print_table(linear_times_table(record))
     if whole:
         print_table(linear_sizes_table(record))
         record.write(RESULTS / "linear.json")
