@@ -201,3 +201,17 @@ def test_one_class_is_refused_by_name() -> None:
 def test_rows_without_weight_are_not_there() -> None:
     weight = (Y < 2).astype(float)
     assert ExactClassifier().fit(X, Y, sample_weight=weight).classes_.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("make", [np.asarray, scipy.sparse.csr_matrix], ids=["dense", "sparse"])
+def test_many_rows_walk_the_path_by_a_share(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(900, 5))
+    y = (x @ random.normal(size=(5, 3)) + 0.3 * random.gumbel(size=(900, 3))).argmax(1)
+    whole = ExactClassifier().fit(make(x), y)
+    assert len(whole.loss_path_) == 12
+    monkeypatch.setattr("expacc.linear.estimator.SHARE", 200)
+    shared = ExactClassifier().fit(make(x), y)
+    assert len(shared.loss_path_) == 4
+    assert shared.train_accuracy_ > whole.train_accuracy_ - 0.01
+    assert shared.n_iter_ > 4

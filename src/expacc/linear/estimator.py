@@ -16,7 +16,7 @@ from torch import Tensor
 
 from expacc import _checks
 from expacc.functional import argmax_probabilities
-from expacc.linear.continuation import Path, follow
+from expacc.linear.continuation import Path, follow, follow_large
 from expacc.linear.merge import merge_rows
 from expacc.linear.objective import DenseRows, Objective, SparseRows
 from expacc.linear.rows import expected_errors
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SOLVERS, NOISES = ("continuation", "sgd"), ("gaussian", "gumbel")
 DTYPES = [np.float64, np.float32]
+SHARE = 20_000  # rows that walk the path where there are more than twice as many
 
 
 class ExactClassifier(ClassifierMixin, BaseEstimator):
@@ -62,7 +63,7 @@ class ExactClassifier(ClassifierMixin, BaseEstimator):
         intercept_: b, of as many entries.
         classes_: labels.
         n_iter_: iterations.
-        loss_path_: expected error at the end of every σ, with penalty.
+        loss_path_: expected error at the end of every σ, with penalty; of very many rows, of those σ that all rows see.
         train_accuracy_: weighted accuracy on the training rows.
         expected_accuracy_: the same with noise of the last σ.
         sigma_: the σ at whose end the weights are taken: that of the best training accuracy.
@@ -145,15 +146,15 @@ class ExactClassifier(ClassifierMixin, BaseEstimator):
         weight = weight * self._class_weights(target, weight)[target]
         X, target, weight = merge_rows(X, target, weight)
         rows = SparseRows(X) if hasattr(X, "tocsr") else DenseRows(_as_tensor(X))
-        labels = torch.from_numpy(target)
-        objective = Objective(
-            rows, labels, torch.from_numpy(weight), len(self.classes_), float(self.alpha), self.fit_intercept,
-            self.whiten,
-        )  # fmt: skip
+        labels, weights = torch.from_numpy(target), torch.from_numpy(weight)
+        objective = self._state(rows, labels, weights)
         same = self.warm_start and earlier is not None and np.array_equal(earlier, self.classes_)
         path = self._solve(objective, self._start(objective) if same else None)
         self._keep(objective, path, X.dtype)
         return self
+
+    def _state(self, rows: DenseRows | SparseRows, target: Tensor, weight: Tensor) -> Objective:
+        return Objective(rows, target, weight, len(self.classes_), float(self.alpha), self.fit_intercept, self.whiten)
 
     def _solve(self, objective: Objective, start: Tensor | None) -> Path:
         margin = np.inf if self.margin is None else float(self.margin)
@@ -167,11 +168,17 @@ class ExactClassifier(ClassifierMixin, BaseEstimator):
                 learning_rate=float(self.learning_rate), steps=8000 if self.max_iter is None else self.max_iter,
                 start=start,
             )  # fmt: skip
-        return follow(
-            objective, sigma_start=first, sigma_end=last, n_sigmas=self.n_sigmas, margin=margin, noise=self.noise,
-            max_iter=60 if self.max_iter is None else self.max_iter, tol=float(self.tol), start=start,
-            watch=_print_sigma if self.verbose else None,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "sigma_start": first, "sigma_end": last, "n_sigmas": self.n_sigmas, "margin": margin, "noise": self.noise,
+            "max_iter": 60 if self.max_iter is None else self.max_iter, "tol": float(self.tol),
+            "watch": _print_sigma if self.verbose else None,
+        }  # fmt: skip
+        every = len(objective.target) // SHARE
+        if every < 2 or start is not None:
+            return follow(objective, **options, start=start)
+        some = slice(None, None, every)
+        share = self._state(objective.rows.some(some), objective.target[some], objective.weight[some])
+        return follow_large(objective, share, **options)
 
     def _keep(self, objective: Objective, path: Path, dtype: Any) -> None:
         """Set what a fit leaves behind."""

@@ -22,6 +22,10 @@ class DenseRows:
     def __init__(self, x: Tensor) -> None:
         self.x, self.shape, self.device = x, x.shape, x.device
 
+    def some(self, rows: slice) -> "DenseRows":
+        """Return a copy of some rows."""
+        return DenseRows(self.x[rows].contiguous())
+
     def times(self, weights: Tensor, rows: slice) -> Tensor:
         """Return X·weights of some rows, in float64."""
         return (self.x[rows] @ weights.to(self.x.dtype)).double()
@@ -46,6 +50,10 @@ class SparseRows:
 
     def __init__(self, x: Any) -> None:
         self.x, self.shape, self.device = x.tocsr(), x.shape, torch.device("cpu")
+
+    def some(self, rows: slice) -> "SparseRows":
+        """Return a copy of some rows."""
+        return SparseRows(self.x[rows])
 
     def times(self, weights: Tensor, rows: slice) -> Tensor:
         """Return X·weights of some rows, in float64."""
