@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from plain import draw, draw_target
+from ranks import leave
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,7 +79,7 @@ def work(rank: int, folder: str) -> None:
         loss = early[name] if name in early else ExactLoss(data_group=distributed.group.WORLD, **options)
         outcomes[name] = tuple(evaluate(DistributedDataParallel(model()), loss, features[shard], target[shard]))
     torch.save(outcomes, f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")

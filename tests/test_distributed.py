@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from plain import draw, draw_target
+from ranks import leave
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -60,7 +61,7 @@ def work(rank: int, ranks: int, kind: str, folder: str) -> None:
     size = ROWS // ranks
     result = train(model, slice(rank * size, (rank + 1) * size), "world" if kind == "ddp" else distributed.group.WORLD)
     torch.save(result, f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
