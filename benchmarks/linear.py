@@ -35,7 +35,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "LogisticRegression": partial(LogisticRegression, max_iter=10_000),
     "LinearSVC": partial(LinearSVC, max_iter=10_000),
 }
-SIZES = ((10_000, 20, 2), (100_000, 20, 2), (10_000, 20, 5), (100_000, 20, 5))
+SIZES = tuple((rows, 20, classes) for classes in (2, 5) for rows in (10_000, 100_000, 1_000_000))
 SIZED = ("ExactClassifier()", "LogisticRegression")
 
 
@@ -93,7 +93,8 @@ def measure_size(record: Record, rows: int, features: int, classes: int) -> None
     random = np.random.default_rng(0)
     x = random.standard_normal((rows, features), dtype=np.float32)
     y = (
-        x @ random.standard_normal((features, classes)) + 2 * features**0.5 * random.gumbel(size=(rows, classes))
+        x @ random.standard_normal((features, classes), dtype=np.float32)
+        + 2 * features**0.5 * random.gumbel(size=(rows, classes))
     ).argmax(1)
     for method in SIZED:
         begin = time.perf_counter()
