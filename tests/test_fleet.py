@@ -44,12 +44,12 @@ def train_alone(task, ship, optimizer):
     fleet = Fleet(task, [ship], RECIPES, optimizer, torch.device("cpu"))
     network = task.network()
     network.load_state_dict({name: value[0].detach() for name, value in fleet.weights.items()})
-    recipe, steps = RECIPES[ship.recipe], task.epochs * fleet.batches
+    recipe, steps = RECIPES[ship.recipe], task.steps
     loss_fn, stepper = recipe.loss(), OPTIMIZERS[optimizer](network.parameters(), ship.rate)
     if recipe.sigma:
         attach(stepper, loss_fn, steps, recipe="paper")
     decay = torch.optim.lr_scheduler.LambdaLR(stepper, lambda k: (1 + math.cos(math.pi * min(k, steps) / steps)) / 2)
-    for rows in _batches(task, ship.seed, ship.part, fleet.batches):
+    for rows in _batches(task, ship.seed, ship.part):
         stepper.zero_grad()
         loss_fn(network(task.inputs[rows]), task.target[rows]).backward()
         stepper.step()
@@ -67,8 +67,8 @@ def test_a_ship_is_what_a_loop_of_ones_own_trains(recipe, optimizer):
     fleet = Fleet(task, ships, RECIPES, optimizer, torch.device("cpu"))
     k = ships.index(Ship(recipe, 0.03, 5, 1))
     alone = train_alone(task, ships[k], optimizer)
-    steps = task.epochs * fleet.batches
-    orders = [_batches(task, seed, part, fleet.batches) for seed, part in ((0, 0), (5, 1))]
+    steps = task.steps
+    orders = [_batches(task, seed, part) for seed, part in ((0, 0), (5, 1))]
     for done, rows in enumerate(zip(*orders, strict=True)):
         fleet.rows.copy_(torch.from_numpy(np.stack(rows)))
         fleet.decay.fill_((1 + math.cos(math.pi * done / steps)) / 2)

@@ -11,8 +11,12 @@ Rejected: ``log_softmax`` (log P = -1e-20 comes out as 0: the log of 1 + S loses
 ``-softplus(logsumexp(-m))`` (loses |log S| ulp of it, 1e-13 at S = 1e-300).
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+UNIT_SIGMA = math.sqrt(6.0) / math.pi  # σ at which this noise has standard deviation 1
 
 
 def log_win_probability(m: Tensor) -> Tensor:

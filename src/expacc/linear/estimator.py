@@ -26,7 +26,7 @@ from expacc.linear.temperature import fit_temperature
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-SOLVERS, NOISES = ("continuation", "sgd"), ("gaussian", "gumbel")
+SOLVERS = ("continuation", "sgd")
 DTYPES = [np.float64, np.float32]
 SHARE = 20_000  # rows that walk the path where there are more than twice as many
 
@@ -249,7 +249,7 @@ class ExactClassifier(ClassifierMixin, BaseEstimator):
 
     def _check_parameters(self) -> None:
         _checks.check_choice("solver", self.solver, SOLVERS)
-        _checks.check_choice("noise", self.noise, NOISES)
+        _checks.check_choice("noise", self.noise, _checks.NOISES)
         if not isinstance(self.alpha, numbers.Real) or not 0 <= float(self.alpha) < np.inf:
             raise ValueError(f"alpha must be a finite number that is not negative, such as 2.5e-5, got {self.alpha!r}.")
         if self.margin is not None:

@@ -63,7 +63,6 @@ def minimize(objective: Objective, of: Losses, state: State, max_iter: int, tol:
             if not state.pairs:
                 return iteration
             state.pairs.clear()  # once more, along the gradient itself
-            objective.losses(of, state.scores, None, 0.0, slopes)
             continue
         state.v = state.v + step * direction
         state.scores += step * moves

@@ -55,17 +55,21 @@ class SparseRows:
         """Return a copy of some rows."""
         return SparseRows(self.x[rows])
 
+    def _part(self, rows: slice) -> Any:
+        """Return some rows; all of them as they are, because SciPy's slices are copies."""
+        return self.x if (rows.start, rows.stop) == (0, self.shape[0]) else self.x[rows]
+
     def times(self, weights: Tensor, rows: slice) -> Tensor:
         """Return X·weights of some rows, in float64."""
-        return torch.from_numpy(np.asarray(self.x[rows] @ weights.numpy(), dtype=np.float64))
+        return torch.from_numpy(np.asarray(self._part(rows) @ weights.numpy(), dtype=np.float64))
 
     def transposed_times(self, slopes: Tensor, rows: slice) -> Tensor:
         """Return Xᵀ·slopes of some rows, in float64."""
-        return torch.from_numpy(np.asarray(self.x[rows].T @ slopes.numpy(), dtype=np.float64))
+        return torch.from_numpy(np.asarray(self._part(rows).T @ slopes.numpy(), dtype=np.float64))
 
     def moments(self, weight: Tensor, rows: slice, center: Tensor | None) -> Tensor:
         """Return Σ w·x, or about a centre Σ w·(x - c)², by feature."""
-        part, w = self.x[rows], weight[rows].numpy()
+        part, w = self._part(rows), weight[rows].numpy()
         first = torch.from_numpy(np.asarray(part.T @ w, dtype=np.float64))
         if center is None:
             return first
@@ -74,7 +78,7 @@ class SparseRows:
 
     def covariance(self, weight: Tensor, rows: slice, center: Tensor) -> Tensor:
         """Return Σ w·(x - c)(x - c)ᵀ."""
-        part, w = self.x[rows], weight[rows].numpy()
+        part, w = self._part(rows), weight[rows].numpy()
         second = torch.from_numpy(np.asarray((part.multiply(w[:, None]).tocsr().T @ part).toarray(), dtype=np.float64))
         first = torch.from_numpy(np.asarray(part.T @ w, dtype=np.float64))
         return (
@@ -102,13 +106,8 @@ class Objective:
         self, rows: DenseRows | SparseRows, target: Tensor, weight: Tensor, classes: int, alpha: float,
         fit_intercept: bool, whiten: bool,
     ) -> None:  # fmt: skip
-        self.rows, self.target, self.classes, self.alpha, self.fit_intercept = (
-            rows,
-            target,
-            classes,
-            alpha,
-            fit_intercept,
-        )
+        self.rows, self.target, self.classes = rows, target, classes
+        self.alpha, self.fit_intercept = alpha, fit_intercept
         self.weight = weight / weight.sum()
         n, p = rows.shape
         self.chunks = [slice(begin, min(begin + CHUNK, n)) for begin in range(0, n, CHUNK)]

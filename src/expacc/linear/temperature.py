@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from expacc.integrals.gumbel import UNIT_SIGMA
+
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
-_TWIN = 6**0.5 / math.pi  # σ at which Gumbel noise has standard deviation 1
 
 
 def fit_temperature(scores: Tensor, target: Tensor, weight: Tensor, noise: str) -> float:
@@ -43,4 +44,4 @@ def fit_temperature(scores: Tensor, target: Tensor, weight: Tensor, noise: str) 
             right = low + _GOLDEN * (high - low)
             at_right = loss(right)
     sigma = math.exp((low + high) / 2)
-    return sigma if noise == "gumbel" else sigma / _TWIN
+    return sigma if noise == "gumbel" else sigma / UNIT_SIGMA

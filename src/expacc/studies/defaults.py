@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,7 @@ CLAIM = (
     "ExactLoss's default never collapses where cross-entropy trains, and at each loss's best learning rate it is not "
     "behind"
 )
-STAGES = ("grid", "best", "repeat")
-Rows = list[dict[str, object]]
+Rows = list[dict[str, Any]]
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
     prepare_folder(out / "defaults")
     tasks = {name: plan.PROBLEMS[name](data) for name in problems}  # before the work: what is missing is said now
     joined = _begin(problems, optimizers)
-    with Progress("training", total=2 * len(optimizers) * sum(map(_steps, tasks.values()))) as progress:
+    with Progress("training", total=2 * len(optimizers) * sum(task.steps for task in tasks.values())) as progress:
         for problem, task in tasks.items():
             for optimizer in optimizers:
                 joined.rows += run_cell(out / "defaults", joined, problem, optimizer, task, where, progress)
@@ -85,19 +85,19 @@ def run_cell(
         progress: told of every step.
     """
     rows: Rows = []
-    for stage in STAGES:
-        planned = {"grid": plan_grid, "best": plan_best, "repeat": plan_repeat}[stage](rows, optimizer)
+    for stage, plan_stage in STAGES.items():
+        planned = plan_stage(rows, optimizer)
         path = folder / f"{problem}-{optimizer}-{stage}.json"
         done = _read_finished(path, origin, planned)
         if stage == "repeat" and planned:
-            progress.extend(_steps(task))
+            progress.extend(task.steps)
         if done is None:
             done = _train_stage(task, planned, optimizer, device, progress)
             for row in done:
                 row |= {"problem": problem, "optimizer": optimizer, "stage": stage, "device": device.type}
             replace(origin, rows=done).write(path)
         elif planned:
-            progress.advance(_steps(task))
+            progress.advance(task.steps)
         rows += done
     return rows
 
@@ -133,7 +133,10 @@ def find_best_rate(rows: Rows, recipe: str, optimizer: str) -> float:
     found = {
         row["rate"]: row["validation"] for row in rows if row["method"] == recipe and row["seed"] == plan.GRID_SEED
     }
-    return min(rates, key=lambda rate: (-float(found[rate]), abs(rates.index(rate) - len(rates) // 2), rate))  # type: ignore[arg-type]
+    return min(rates, key=lambda rate: (-found[rate], abs(rates.index(rate) - len(rates) // 2), rate))
+
+
+STAGES = {"grid": plan_grid, "best": plan_best, "repeat": plan_repeat}
 
 
 def _train_stage(task: Task, planned: Planned, optimizer: str, device: torch.device, progress: Progress) -> Rows:
@@ -155,10 +158,6 @@ def _train_stage(task: Task, planned: Planned, optimizer: str, device: torch.dev
              "rate": rate, "seed": seed}
         )  # fmt: skip
     return rows
-
-
-def _steps(task: Task) -> int:
-    return task.epochs * (min(len(part.train) for part in task.parts) // task.batch)
 
 
 def _find_device(device: str) -> torch.device:
@@ -209,8 +208,7 @@ def make_tables(verdict: Verdict) -> list[Table]:
             _points(each.difference, each.error),
             f"{len(each.broken)} of {each.cells}",
             f"{100 * each.lowest:+.1f}",
-            ", ".join(name for name, found in each.problems.items() if found.difference < -plan.LIMIT * found.error)
-            or "none",
+            ", ".join(each.behind) or "none",
         ]
         for name, each in verdict.losses.items()
     ]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from expacc.baselines import GeneralizedCrossEntropyLoss, HingeLoss
+from expacc.integrals.gumbel import UNIT_SIGMA
 from expacc.losses import ExactLoss
 from expacc.studies import CommandError
 from expacc.studies.fleet import Part, Recipe, Task
@@ -33,7 +34,6 @@ LIMIT = 2.5  # paired standard errors that the default may stay behind on a prob
 VALIDATION = 0.2  # of the training part
 REFERENCE, DEFAULT = "cross-entropy", "Gaussian 0.3"
 POWERS = (0.0, 0.15, 0.3, 0.5, 1.0)
-TWIN = 6**0.5 / torch.pi  # σ at which Gumbel noise has standard deviation 1
 
 
 def _recipes() -> dict[str, Recipe]:
@@ -45,7 +45,7 @@ def _recipes() -> dict[str, Recipe]:
         "generalised cross-entropy 0.7": Recipe(GeneralizedCrossEntropyLoss),
     }
     recipes |= {f"Gaussian {q:g}": Recipe(partial(ExactLoss, power=q)) for q in POWERS}
-    recipes |= {f"Gumbel {q:g}": Recipe(partial(ExactLoss, power=q, noise="gumbel", sigma=TWIN)) for q in POWERS}
+    recipes |= {f"Gumbel {q:g}": Recipe(partial(ExactLoss, power=q, noise="gumbel", sigma=UNIT_SIGMA)) for q in POWERS}
     # Added after the first run, on the tables and the digits: see docs/defaults.md.
     recipes |= {
         "Gaussian 0.3, σ 0.7": Recipe(partial(ExactLoss, sigma=0.7)),
@@ -61,7 +61,7 @@ def _recipes() -> dict[str, Recipe]:
     }
     recipes |= {
         f"Gumbel {q:g}, σ 0.55, capped": Recipe(
-            partial(ExactLoss, power=q, sigma=0.7 * TWIN, normalize="cap", noise="gumbel")
+            partial(ExactLoss, power=q, sigma=0.7 * UNIT_SIGMA, normalize="cap", noise="gumbel")
         )
         for q in (0.0, 0.3)
     }

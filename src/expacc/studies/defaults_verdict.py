@@ -42,6 +42,11 @@ class OfLoss:
     lowest: float = 0.0
     lowest_cell: str = ""
 
+    @property
+    def behind(self) -> list[str]:
+        """Return the problems on which it is behind by more than the plan's limit."""
+        return [name for name, found in self.problems.items() if found.difference < -plan.LIMIT * found.error]
+
 
 @dataclass
 class Verdict:
@@ -52,11 +57,10 @@ class Verdict:
     def failures(self, name: str) -> list[str]:
         """Return the plan's criteria that a loss fails."""
         each = self.losses[name]
-        behind = [problem for problem, found in each.problems.items() if found.difference < -plan.LIMIT * found.error]
         return [
             *([f"collapses in {len(each.broken)} cells"] if each.broken else []),
             *([f"behind by {-100 * each.difference:.2f} points"] if each.difference < 0 else []),
-            *([f"behind on {', '.join(behind)}"] if behind else []),
+            *([f"behind on {', '.join(each.behind)}"] if each.behind else []),
         ]
 
 

@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
+from expacc._scores import normalize_scores
 from expacc.functional import exact_loss
 from expacc.losses import ExactLoss
 from expacc.schedules import ExponentialSigma
@@ -53,6 +55,16 @@ class Task:
     network: Callable[[], nn.Module]
     epochs: int
     batch: int
+
+    @property
+    def batches(self) -> int:
+        """Return how many batches an epoch has: as many as the smallest part gives, in all parts."""
+        return min(len(part.train) for part in self.parts) // self.batch
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps a training has."""
+        return self.epochs * self.batches
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,7 @@ def train(
 
     Args:
         task: the data and the network.
-        ships: whom to train; all parts have equally many batches.
+        ships: whom to train.
         recipes: by name.
         optimizer: a key of `RULES`.
         device: where.
@@ -139,11 +151,11 @@ def train(
     """
     ships = sorted(ships)  # ships of a recipe lie side by side
     fleet = Fleet(task, ships, recipes, optimizer, torch.device(device))
-    batches, streams = task.epochs * fleet.batches, sorted({(ship.seed, ship.part) for ship in ships})
-    orders = [_batches(task, seed, part, fleet.batches) for seed, part in streams]
+    streams = sorted({(ship.seed, ship.part) for ship in ships})
+    orders = [_batches(task, seed, part) for seed, part in streams]
     for done, rows in enumerate(zip(*orders, strict=True)):
         fleet.rows.copy_(torch.from_numpy(np.stack(rows)))
-        fleet.decay.fill_((1 + math.cos(math.pi * done / batches)) / 2)
+        fleet.decay.fill_((1 + math.cos(math.pi * done / task.steps)) / 2)
         fleet.step()
         for schedule in fleet.schedules:
             schedule.step()
@@ -151,13 +163,13 @@ def train(
     return fleet.evaluate()
 
 
-def _batches(task: Task, seed: int, part: int, batches: int) -> Iterator[np.ndarray]:
+def _batches(task: Task, seed: int, part: int) -> Iterator[np.ndarray]:
     """Give the rows of every step of one seed on one part."""
     generator = np.random.default_rng([seed, part])
     rows = task.parts[part].train
     for _ in range(task.epochs):
-        order = generator.permutation(len(rows))[: batches * task.batch]
-        yield from rows[order].reshape(batches, task.batch)
+        order = generator.permutation(len(rows))[: task.batches * task.batch]
+        yield from rows[order].reshape(task.batches, task.batch)
 
 
 class Fleet:
@@ -167,7 +179,6 @@ class Fleet:
         self, task: Task, ships: Sequence[Ship], recipes: Mapping[str, Recipe], optimizer: str, device: torch.device
     ) -> None:
         self.task, self.ships, self.device = task, ships, device
-        self.batches = len(task.parts[0].train) // task.batch
         self.inputs, self.target, self.labels = task.inputs.to(device), task.target.to(device), task.target
         streams = sorted({(ship.seed, ship.part) for ship in ships})
         made = {stream: _begin(task.network, stream) for stream in streams}
@@ -194,8 +205,7 @@ class Fleet:
             self.groups.append((group, loss))
             normalized[group] = recipe.normalize_gradient
             if recipe.sigma is not None:
-                total = task.epochs * self.batches
-                self.schedules.append(ExponentialSigma(loss, *recipe.sigma, total_steps=total))
+                self.schedules.append(ExponentialSigma(loss, *recipe.sigma, total_steps=task.steps))
         self.normalized = normalized.to(device) if normalized.any() else None
         self.norm = torch.full((len(ships),), torch.nan, device=device)  # its running mean; NaN: no step yet
 
@@ -260,17 +270,14 @@ class Fleet:
 def mean_losses(loss: nn.Module, scores: Tensor, target: Tensor) -> Tensor:
     """Return the mean loss of every ship (T,), for scores (T, rows, classes) and targets (T, rows).
 
-    What `ExactLoss` normalises is a batch, so the scores of each ship are normalised here by its own formula; then all
-    rows of all ships are one call of the kernel, where vmap would take the slow reference.
+    What `ExactLoss` normalises is a batch, so the scores of each ship are normalised here, by its own function; then
+    all rows of all ships are one call of the kernel, where vmap would take the slow reference.
     """
     if not isinstance(loss, ExactLoss):
         return vmap(loss)(scores, target)
     if loss.normalize:
-        spread, mean = torch.var_mean(scores, dim=(1, 2), keepdim=True)
-        spread = (spread + 1e-5).sqrt()
-        if loss.normalize == "cap":
-            spread = torch.where(spread > 1, spread, torch.ones_like(spread))
-        scores = (scores - mean) / spread
+        every = torch.ones(scores.shape[:2], dtype=torch.bool)
+        scores = vmap(partial(normalize_scores, cap=loss.normalize == "cap"))(scores, every)
     rows = exact_loss(
         scores.flatten(0, 1), target.flatten(), loss.sigma, margin=loss.margin, power=loss.power, noise=loss.noise,
         normalize=False,
